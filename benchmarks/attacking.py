@@ -1,4 +1,4 @@
-"""Requests and answer counts of all hostile clients of the benchmark; each client has connections of its own."""
+"""Sending of requests and counting of answers, for all hostile clients of the benchmark (benchmarks.attacks)."""
 
 from __future__ import annotations
 

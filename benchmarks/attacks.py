@@ -1,4 +1,4 @@
-"""Hostile clients, each by name; they run until SIGTERM.
+"""Hostile clients, each by name, that run until SIGTERM; `benchmarks.hostile` starts them.
 
     python -m benchmarks.attacks NAME PORT [KEY [MEDIA_MODEL]]
     python -m benchmarks.attacks burn SHARE

@@ -32,7 +32,7 @@ from benchmarks.table import markdown
 WAYS = {"with buddies": (), "without": ("--no-buddies",)}
 PROMPT = 128
 BACK_S = 60.0
-"""Longest time in which a killed node must be back, in seconds."""
+"""Maximum time until a killed node is back, in seconds."""
 
 
 async def rate(server: servers.Server, streams: int, output: int, source: random.Random) -> float:

@@ -1,4 +1,4 @@
-"""Latent attention at DeepSeek's sizes, for the benchmark of the CPU kernels."""
+"""Subjects of the CPU kernel benchmark: latent attention at DeepSeek's sizes."""
 
 from __future__ import annotations
 

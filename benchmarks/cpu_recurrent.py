@@ -1,4 +1,4 @@
-"""Recurrent layers at real models' sizes, for the benchmark of the CPU kernels."""
+"""Subjects of the CPU kernel benchmark: recurrent layers at the sizes of real models."""
 
 from __future__ import annotations
 

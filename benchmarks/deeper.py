@@ -1,6 +1,6 @@
-"""Makes a larger target for a draft model where no pair of trained models is at hand.
+"""Makes a larger target model for the speculation benchmark, from the demo model with more layers that do nothing.
 
-The target is the demo model in bfloat16 with more layers behind its own, which add nothing to their inputs. It produces
+The target is the demo model in bfloat16 with more layers after its own, which add nothing to their inputs. It produces
 the demo model's text and takes as long as a model of that depth. Drafts of the demo model's file are right as often as
 its quantised weights agree with the bfloat16 weights, which is more often than in most real pairs."""
 

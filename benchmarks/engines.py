@@ -115,7 +115,7 @@ def peer(stack: ExitStack, command: Path, policy: str, engines: Sequence[str], f
 
 
 async def answered(target: Target, prompts: Sequence[str], out: int, at_once: int) -> list[Completion]:
-    """Send all prompts, so many at a time; each connection sends the next after an answer. Raises LoadError."""
+    """Send all prompts, `at_once` at a time; each connection sends the next after an answer. Raises LoadError."""
     left = iter(prompts)
 
     async def ask() -> list[Completion]:
@@ -174,7 +174,7 @@ def table(workload: str, names: Sequence[str], samples: dict[tuple[str, str], li
 
 
 def measure(subjects: Subjects, workloads: Sequence[str], rounds: int) -> str:
-    """Run a round to warm up and then so many; return the tables. Raises LoadError."""
+    """Run a warm-up round, then `rounds` rounds; return the tables. Raises LoadError."""
     samples = defaultdict[tuple[str, str], list[Figures]](list)
     turns = {name: getattr(subjects, name) for name in workloads}
     with tqdm(total=(rounds + 1) * sum(map(len, turns.values())), unit="turn") as bar:

@@ -1,4 +1,4 @@
-"""Replays orders of eviction over traces: which idle blocks should leave a full pool first?
+"""Replays eviction policies over traces: which idle blocks should be evicted first from a full pool?
 
 One pool, the engine's own, takes each prompt on arrival and holds it for 0.3 s, so all orders see the same requests at
 the same times. Beside it, one processor computes what was not found, in order of arrival: time to first token is its

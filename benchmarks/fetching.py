@@ -1,4 +1,4 @@
-"""Measures the time to first token of prompts that a node computes, and of prompts that it fetches from another node.
+"""Measures time to first token when a node computes a prompt's KV, and when it fetches it from another node.
 
     python -m benchmarks.fetching [--model smollm2] [--tokens 256 512 1024 2048 4096] [--rounds 5] [--threads 1]
 
@@ -49,7 +49,7 @@ class Node:
 def nodes(model: str, folder: Path, *options: str, names: Sequence[str] = NODES) -> Iterator[list[Node]]:
     """Start prefill processes with a Valkey of their own; they end at exit.
 
-    By default, one asks and one holds. Raises TimeoutError if they do not start."""
+    By default one node that fetches and one that holds the KV. Raises TimeoutError if they do not start."""
     with ValkeyServer(port=servers.free_port(), data_dir=folder) as valkey:
         url = f"redis://127.0.0.1:{valkey.port}/0"
         command = [*kvferry(), "prefill", "--model", model, "--redis-url", url, "--log-level", "error", *options]
@@ -75,7 +75,7 @@ async def _leases(url: str, count: int) -> list[NodeLease]:
         await store.close()
 
 
-class Asked:
+class PromptClient:
     """Requests for prompts by seed, each with a request id of its own."""
 
     def __init__(self, client: httpx.Client, vocab: int):
@@ -99,7 +99,7 @@ class Asked:
         raise RuntimeError("the node ended its response early")
 
 
-def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
+def compare(asked: PromptClient, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
     """Return median seconds of computing and of fetching, and the fetched tokens; the first round does not count."""
     holder = Holder(holds.lease.target, (tokens - 1) // holds.lease.block_size)
     computed, fetched, brought = [], [], 0
@@ -109,7 +109,7 @@ def compare(asked: Asked, asks: Node, holds: Node, tokens: int, rounds: int) -> 
         _, there = asked.first(holds, tokens, seed + 1)
         took_s, here = asked.first(asks, tokens, seed + 1, holder)
         if here.token_ids != there.token_ids:
-            raise RuntimeError("what was fetched gives another token than what was computed")
+            raise RuntimeError("the fetched KV gives a different token from the computed KV")
         assert here.reuse is not None
         fetched.append(took_s)
         brought = here.reuse.fetched
@@ -125,10 +125,10 @@ def main() -> None:
     given = parser.parse_args()
     threads = ("--threads", str(given.threads))
     with tempfile.TemporaryDirectory() as folder, nodes(given.model, Path(folder), *threads) as (asks, holds):
-        print("| prompt | computed | fetched | of it came | times as fast |")
+        print("| prompt | computed | fetched | fetched share | speed-up |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
-            asked = Asked(client, 1000)
+            asked = PromptClient(client, 1000)
             for tokens in given.tokens:
                 computed_s, fetched_s, brought = compare(asked, asks, holds, tokens, given.rounds)
                 figures = f"{1e3 * computed_s:.0f} ms | {1e3 * fetched_s:.0f} ms | {brought / tokens:.0%}"

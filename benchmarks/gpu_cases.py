@@ -35,7 +35,7 @@ FILES = (
 )
 TINY = ("triton_draw_cases.py",)
 MAX_PROCESSES = 12
-"""Most processes at once; each holds a CUDA context."""
+"""Maximum number of processes; each holds a CUDA context."""
 
 
 class Reported:

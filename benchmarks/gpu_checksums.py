@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("checksums on a GPU have no small form")
         return
     if not torch.cuda.is_available():
-        sys.exit("gpu_checksums measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+        sys.exit("gpu_checksums needs a CUDA device, but PyTorch finds none; nothing was measured.")
     device = torch.device("cuda")
     source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

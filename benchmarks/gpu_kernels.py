@@ -7,7 +7,7 @@ operations of `kernels/reference.py`, a product in 16 bits) is captured into a C
 as exceed the device's L2 cache: host time does not count, and only the smallest sizes read from cache. The graphs run
 in turn, `--runs` times, and the median is printed. GB/s counts each byte an operation must move once; the share is of a
 device-to-device copy measured in the same rounds. Outputs are compared before anything is timed; a wrong one writes a
-row that says so, and the others go on. --tiny: small sizes on a CPU, with the reference's operations and without
+row that says so, and the others continue. --tiny: small sizes on a CPU, with the reference's operations and without
 graphs, to try the benchmark itself."""
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path)
     chosen = parser.parse_args(arguments)
     if not chosen.tiny and not torch.cuda.is_available():
-        sys.exit("gpu_kernels measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+        sys.exit("gpu_kernels needs a CUDA device, but PyTorch finds none; nothing was measured.")
     if chosen.tiny:
         device, sizes, shape = torch.device("cpu"), SMALL, (4, 2, 64, torch.float32)
         ops: Ops = ReferenceOps()

@@ -1,4 +1,4 @@
-"""Latent attention at DeepSeek's sizes, for the benchmark of the GPU's kernels."""
+"""Subjects of the GPU kernel benchmark: latent attention at DeepSeek's sizes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Measures how fast UCX moves KV blocks between two processes on this machine's GPU, by the options of its context.
+"""Measures how fast UCX moves KV blocks between two processes on this machine's GPU, with different UCX options.
 
     python -m benchmarks.gpu_link [--tiny] [--rows FILE]
 
-Two processes move blocks of the size of an 8-billion-weight model's from device memory to device memory and compare
-them. The options are those of the link (`kv_transfer.ucx_library`) and variants that differ in one option each.
+Two processes move blocks as large as those of an 8-billion-parameter model from device memory to device memory and
+check their content. The options are those of the link (`kv_transfer.ucx_library`) and variants that differ in one each.
 Hundreds of GB/s show that cuda_ipc carries the blocks; a few show that they are staged in host memory. --tiny: small,
 from host to host."""
 
@@ -25,7 +25,7 @@ from kvferry.kv_transfer.ucx_library import context_options, load
 
 BLOCK_BYTES, BLOCKS, ROUNDS = 2 << 20, 128, 4
 LIMIT_S = 8.0
-"""Longest time of one variant, in seconds."""
+"""Maximum time of one variant, in seconds."""
 LINK = "the link's options"
 VARIANTS: dict[str, dict[str, Any]] = {
     LINK: {},
@@ -74,7 +74,7 @@ class End:
 
 
 def blocks_of(device: str, count: int, size: int, filled: bool) -> torch.Tensor:
-    """Return uint8 [count, size] on the device: each block filled with another number, or zeros."""
+    """Return uint8 [count, size] on the device: each block filled with a different number, or zeros."""
     made = torch.zeros(count, size, dtype=torch.uint8, device=device)
     if filled:
         made += torch.arange(1, count + 1, device=device, dtype=torch.uint8)[:, None]
@@ -84,7 +84,7 @@ def blocks_of(device: str, count: int, size: int, filled: bool) -> torch.Tensor:
 
 
 def answer(device: str, count: int, size: int) -> None:
-    """Run the sending process: a line of JSON in and one out for each variant, then the rounds."""
+    """Run the sending process: for each variant exchange options and addresses as JSON lines, then run the rounds."""
     kept = blocks_of(device, count, size, filled=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -119,7 +119,7 @@ def measure(change: dict[str, Any], target: torch.Tensor, sender: subprocess.Pop
         taken.append(time.perf_counter() - began)
         wanted = torch.arange(1, len(target) + 1, device=target.device, dtype=torch.uint8)
         if not torch.equal(target[:, 0], wanted) or not torch.equal(target[:, -1], wanted):
-            raise RuntimeError("the blocks that came are not those that were sent")
+            raise RuntimeError("the received blocks differ from those sent")
     return taken
 
 
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
         answer(asked.answer, count, size)
         return
     if not asked.tiny and not torch.cuda.is_available():
-        sys.exit("gpu_link measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+        sys.exit("gpu_link needs a CUDA device, but PyTorch finds none; nothing was measured.")
     rows, device = Rows("link", asked.rows), "cpu" if asked.tiny else "cuda"
     target = blocks_of(device, count, size, filled=False)
     names = [LINK] if asked.tiny else list(VARIANTS)

@@ -1,4 +1,4 @@
-"""Subjects of the kernel benchmark: products with quantised weights, against PyTorch's products in 16 bits."""
+"""Subjects of the GPU kernel benchmark: products with quantised weights, against PyTorch's products in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers at real models' sizes, for the benchmark of the GPU's kernels."""
+"""Subjects of the GPU kernel benchmark: recurrent layers at the sizes of real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the GPU benchmark, each written as soon as its figure is known, and the table of all rows."""
+"""Result rows of the GPU benchmark, each written as soon as its figure is known, and the table of all rows."""
 
 from __future__ import annotations
 

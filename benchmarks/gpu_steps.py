@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path)
     asked = parser.parse_args(arguments)
     if not asked.tiny and not torch.cuda.is_available():
-        sys.exit("gpu_steps measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+        sys.exit("gpu_steps needs a CUDA device, but PyTorch finds none; nothing was measured.")
     device = torch.device("cpu" if asked.tiny else "cuda")
     with tempfile.TemporaryDirectory() as folder:
         for number, (quantization, full, small, name) in enumerate(MODELS):

@@ -1,4 +1,4 @@
-"""Subject of the kernel benchmark: one operation at one size, in two forms that must agree."""
+"""Base of the GPU kernel benchmark: one operation at one size (`Subject`), in two forms that must agree."""
 
 from __future__ import annotations
 

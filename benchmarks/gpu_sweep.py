@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("a sweep has no small form")
         return
     if not torch.cuda.is_available():
-        sys.exit("gpu_sweep measures a CUDA device and this machine shows none to PyTorch; nothing was measured.")
+        sys.exit("gpu_sweep needs a CUDA device, but PyTorch finds none; nothing was measured.")
     global _share
     _share = asked.compile
     if _share is None:

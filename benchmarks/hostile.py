@@ -206,7 +206,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=6.0, help="streams that it begins in a second")
     parser.add_argument("--only", default=",".join(ATTACKS), help="kinds of attacks")
     parser.add_argument("--control", action="store_true", help="also what the attackers' own use of the CPU does")
-    parser.add_argument("--open", action="store_true", help="no keys: nothing tells the neighbour from the attackers")
+    parser.add_argument("--open", action="store_true", help="no keys: neighbour and attackers look alike")
     parser.add_argument("--serve", default="", help="further flags of kvferry serve")
     parser.add_argument(
         "--media-model", default="", help="model of --serve that pictures are sent to; empty: the only one"

@@ -36,7 +36,7 @@ def chain() -> list[bytes]:
 
 
 async def fill(store: RedisStore, rows: int, limit_s: float) -> tuple[int, list[list[bytes]]]:
-    """Publish chains until there are so many rows or the time is over; return the rows and a sample of the chains."""
+    """Publish chains until there are `rows` rows or the time is over; return the rows and a sample of the chains."""
     until, written, samples = time.monotonic() + limit_s, 0, list[list[bytes]]()
     share = SAMPLES * CHAIN / rows
 

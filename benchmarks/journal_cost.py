@@ -1,4 +1,4 @@
-"""What ids of events and recording cost a router, in CPU time.
+"""Measures the CPU time that event ids and the recording of requests in journals cost a router.
 
     python -m benchmarks.journal_cost [--redis-url URL]
 

@@ -1,4 +1,4 @@
-"""Measures this machine's limits.
+"""Measures the machine's memory bandwidth and bfloat16 arithmetic, as limits for other benchmarks.
 
 With a model's memory needs (`model_files.memory_needs`) they give ceilings in tokens/s."""
 

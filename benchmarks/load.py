@@ -74,7 +74,7 @@ async def complete(target: Target, prompt: str | Sequence[int], max_tokens: int)
 def parse(began: float, events: Sequence[tuple[float, bytes]], max_tokens: int) -> Completion:
     """Return the completion from (time, JSON) of a stream's events. Raises LoadError.
 
-    An event without text, such as the one with the finish reason, is no arrival."""
+    An event without text, such as the one with the finish reason, is not an arrival."""
     arrivals, tokens = [], None
     for when, data in events:
         event = json.loads(data)

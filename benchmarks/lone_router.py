@@ -1,4 +1,4 @@
-"""A router of this checkout in front of mock nodes, with a Valkey of its own."""
+"""Runs a router of this checkout in front of mock nodes, with its own Valkey, for router benchmarks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from kvferry.protocol.work import Generate
 
 ROLES = ("prefill", "decode")
 NODES_S = 20.0
-"""Longest time until nodes are seen, in seconds."""
+"""Maximum time until nodes are seen, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoneRouter:
     """The running router.
 
-    direct_s: returns the seconds until the first token of a prompt of so many tokens when its node is asked directly.
+    direct_s: returns the seconds until the first token of a prompt of that length when its node is asked directly.
     """
 
     target: Target

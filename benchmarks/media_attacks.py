@@ -1,4 +1,4 @@
-"""Hostile clients with images: too large, too many, damaged, and valid ones of the largest size."""
+"""Hostile clients that send images: too large, too many, damaged, and valid ones of the largest size."""
 
 from __future__ import annotations
 

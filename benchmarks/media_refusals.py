@@ -28,12 +28,12 @@ from kvferry.router.media.parts import media_parts
 GOAL_MS = 50.0
 """CPU time that a refusal should take at most, in milliseconds."""
 LONGEST_S = 4 * 3600.0
-"""Longest file to transcribe, in seconds: a worker's default."""
+"""Maximum length of a file to transcribe, in seconds: a worker's default."""
 Case = tuple[str, Callable[[], Awaitable[object]]]
 
 
 def wav(samples: int, declared: int | None = None, *, rate: int = 16_000, channels: int = 1, bits: int = 16) -> bytes:
-    """Return a WAV file of silence; declared: bytes of samples that its header tells, by default those that it has."""
+    """Return a WAV file of silence; declared: bytes of samples that its header states, by default the true number."""
     data = bytes(samples * channels * bits // 8)
     size = len(data) if declared is None else declared
     form = struct.pack("<HHIIHH", 1, channels, rate, rate * channels * bits // 8, channels * bits // 8, bits)
@@ -42,7 +42,7 @@ def wav(samples: int, declared: int | None = None, *, rate: int = 16_000, channe
 
 
 def flac(samples: int) -> bytes:
-    """Return the header of a FLAC file that declares so many samples at 16 kHz."""
+    """Return the header of a FLAC file that declares this number of samples at 16 kHz."""
     packed = (16_000 << 44) | (0 << 41) | (15 << 36) | samples
     info = struct.pack(">HH", 4096, 4096) + bytes(6) + packed.to_bytes(8, "big") + bytes(16)
     return b"fLaC\x80\0\0\x22" + info + b"\xff\xf8" + bytes(64)

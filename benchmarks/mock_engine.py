@@ -1,4 +1,4 @@
-"""Server without a model that speaks vLLM's token interface, in front of which an adapter is measured.
+"""Mock server without a model that speaks vLLM's token interface, for measuring an adapter in front of it.
 
     python -m benchmarks.mock_engine PORT
 

@@ -1,4 +1,4 @@
-"""HTTP side of a mock node: as small as possible, so that it uses little CPU."""
+"""HTTP server side of the mock nodes and engines: as small as possible, so that it uses little CPU."""
 
 from __future__ import annotations
 

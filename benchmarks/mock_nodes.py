@@ -1,4 +1,4 @@
-"""Nodes without a model, in front of which a router is measured.
+"""Mock prefill and decode nodes without a model, for measuring a router in front of them.
 
     python -m benchmarks.mock_nodes prefill --redis-url redis://...
 
@@ -31,7 +31,7 @@ MODEL = "mock"
 MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 131072, 16, 1_000_000
 HEARTBEAT_S = 0.4
 SLOWEST_STEP_S = 1.0
-"""Step time that the lease tells, in seconds: no request asks for tokens further apart."""
+"""Step time that the lease reports, in seconds: no request asks for tokens further apart."""
 WORDS, STRIDE = range(1000, 40000), 7919
 """Tokens of plain words in the vocabularies of today's models, and the distance between two consecutive tokens."""
 
@@ -104,7 +104,7 @@ class MockPrefill:
         background_call.add_done_callback(self._background_calls.discard)
 
     async def run(self) -> None:
-        """Send heartbeats for ever."""
+        """Send heartbeats until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._streams.beat()
@@ -150,7 +150,7 @@ class MockDecode:
         self._add(job, 1)
 
     async def run(self) -> None:
-        """Run steps for ever, and send heartbeats while there is nothing to do."""
+        """Run steps until cancelled, and send heartbeats while there is nothing to do."""
         while True:
             try:
                 await asyncio.wait_for(self._arrived.wait(), HEARTBEAT_S)

@@ -1,4 +1,4 @@
-"""Worker without a model that speaks the OpenAI API, in front of which another router is measured.
+"""Mock worker without a model that speaks the OpenAI API, for measuring another router in front of it.
 
     python -m benchmarks.mock_openai PORT
 

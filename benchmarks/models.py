@@ -1,4 +1,4 @@
-"""Model files of a run: one GGUF file per weight format, and a safetensors directory for peers that read no GGUF.
+"""Model files of a benchmark run: a GGUF file per weight format, and a safetensors directory for other engines.
 
 Files that are not given are made from the demo model by llama.cpp's own `llama-quantize`, or by transformers, and kept.
 """
@@ -19,7 +19,7 @@ from kvferry.model_files.source import DEMO_MODEL, DEMO_NAME, resolve
 CACHE = Path.home() / ".cache" / "kvferry" / "benchmarks"
 FORMATS = ("bf16", "q8_0", "q4_0", "q4_1", "q4_k_m", "q6_k")
 SAFETENSORS, SOURCE = "safetensors", "source"
-"""Names among the models: the directory; the file closest to the original weights, which kvferry runs in bfloat16."""
+"""Keys of `find_models`' result: the directory, and the file closest to the original, which kvferry runs in bf16."""
 
 
 def on_path(name: str) -> Path | None:
@@ -40,7 +40,7 @@ def find_models(
 ) -> dict[str, Path]:
     """Return files by format or shape, and the directory if vLLM needs one. Raises ConfigError.
 
-    Given files and random models of `shapes` are used alone; without any, the demo model and its conversions are."""
+    Uses only the given files and random models of `shapes`; without either, the demo model and its conversions."""
     models = {gguf_format(path): path for path in given} | {name: random_model(name, CACHE) for name in shapes}
     if not models:
         demo = resolve(DEMO_MODEL, weights=False).path
@@ -63,13 +63,13 @@ def _made(demo: Path, name: str, quantize: Path | None) -> Path | None:
     command = [str(quantize), "--allow-requantize", str(demo), str(unfinished), name.upper()]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        print(f"llama-quantize made no {name}: {done.stderr[-300:]}", file=sys.stderr)
+        print(f"llama-quantize could not make {name}: {done.stderr[-300:]}", file=sys.stderr)
         return None
     return unfinished.rename(target)
 
 
 def saved_directory(demo: Path) -> Path | None:
-    """Save the demo model with transformers in bfloat16; return None without accelerate, which that needs."""
+    """Save the demo model with transformers in bfloat16; return None if accelerate is not installed."""
     target = CACHE / DEMO_NAME
     if target.exists():
         return target

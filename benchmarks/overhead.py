@@ -1,4 +1,4 @@
-"""Measures what an engine step costs beside the model's own arithmetic: scheduling, plan, choice of tokens, events."""
+"""Measures the part of an engine step outside the model: scheduling, plan, choice of tokens, events."""
 
 from __future__ import annotations
 

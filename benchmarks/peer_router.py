@@ -1,4 +1,4 @@
-"""`vllm-router` in front of a mock worker, where it is installed: `pip install vllm-router`, in any environment."""
+"""Runs `vllm-router`, if it is installed, in front of a mock worker, as a peer for the router benchmark."""
 
 from __future__ import annotations
 

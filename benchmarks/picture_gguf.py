@@ -1,4 +1,4 @@
-"""Writers of a vision model's GGUF files: its text, and its tower with the connector."""
+"""Writes the GGUF files of the picture benchmark's vision model: its text, and its tower with the connector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOWER = ("model.vision_model.", "model.connector.")
 def write_text(
     path: Path, weights: Mapping[str, torch.Tensor], config: Any, demo: Path, special: Iterable[str], template: str
 ) -> None:
-    """Write the decoder with the demo model's tokens and `special` ones behind them."""
+    """Write the decoder with the demo model's tokens followed by `special` ones."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")

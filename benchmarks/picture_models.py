@@ -22,7 +22,7 @@ GRID = range(1, 7)
 """Rows and columns that have tokens of their own."""
 IMAGE, AROUND, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
 SPECIAL = (AROUND, IMAGE, END, WHOLE, *(f"<row_{row}_col_{column}>" for row in GRID for column in GRID))
-"""Tokens behind those of the demo model."""
+"""Tokens after those of the demo model."""
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}:{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %} {{ part['text'] }}{% else %}{{ IMAGE }}{% endif %}{% endfor %}<end_of_utterance>\n"

@@ -1,4 +1,4 @@
-"""transformers' own model as the reference of the time to first token of a picture."""
+"""Runs transformers' own model as the reference in the picture benchmark (time to first token)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures placement alone: what choosing the nodes for one request costs, and what it asks of Redis.
+"""Measures placement alone: the CPU time of choosing one request's nodes, and its commands to Redis.
 
     python -m benchmarks.placing [--nodes 1000 --rows 1000000]
 
@@ -62,7 +62,7 @@ def lease(number: int, kind: str, source: random.Random) -> NodeLease:
 
 
 async def cluster(count: int, kind: str) -> ModelCluster:
-    """Return a router's view of so many nodes, all reachable, without connections to them."""
+    """Return a router's view of `count` nodes, all reachable, without connections to them."""
     source, store = random.Random(count), MemoryStore()
     for number in range(count):
         await store.announce(lease(number, kind, source))

@@ -1,4 +1,4 @@
-"""GGUF files of recurrent models with random weights in Q8_0, which kvferry and llama.cpp both read.
+"""Writes GGUF files of recurrent models with random weights in Q8_0, which kvferry and llama.cpp both read.
 
 `recurrent_shapes` has their sizes; the demo model lends its tokens, followed by names that no text has."""
 
@@ -21,7 +21,7 @@ SPREAD = 0.02
 BLOCK, BLOCK_BYTES = 32, 34
 """Numbers of a Q8_0 block, and its bytes: a float16 scale, then a code of eight bits each."""
 CONTEXT = 32768
-"""Longest sequence that the headers promise, in tokens."""
+"""Maximum sequence length that the headers promise, in tokens."""
 EPS = 1e-5
 """Added to the mean of squares in norms."""
 
@@ -78,7 +78,7 @@ def _add_header(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def add_tokens(writer: gguf.GGUFWriter, demo: GGUFFile, more: Iterable[str], kind: int) -> None:
-    """Write the demo model's vocabulary, with tokens of a kind behind it."""
+    """Write the demo model's vocabulary, followed by tokens of a kind."""
     tokens, kinds = (list(demo.metadata[f"tokenizer.ggml.{part}"]) for part in ("tokens", "token_type"))
     tokens += more
     writer.add_tokenizer_model(demo.metadata["tokenizer.ggml.model"])

@@ -1,4 +1,4 @@
-"""Measures what open streams take of a router's memory, and for how long large bodies hold its event loop.
+"""Measures a router's memory per open stream, and how long large bodies block its event loop.
 
     python -m benchmarks.router_limits [--streams 5000]
 
@@ -36,7 +36,7 @@ BODIES = {
 
 
 async def kib_a_stream(router: LoneRouter, streams: int) -> float:
-    """Return KiB of the router's memory for each of so many streams that have begun."""
+    """Return KiB of the router's memory for each of `streams` streams that have begun."""
     async with contextlib.AsyncExitStack() as stack:
         connections = [await stack.enter_async_context(connected(router.target.url)) for _ in range(streams)]
         source = random.Random(1)

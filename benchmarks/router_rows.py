@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.router`, and one turn of a row."""
+"""Rows of the router benchmark (requests, concurrency, goals), and the measurement of one turn of a row."""
 
 from __future__ import annotations
 

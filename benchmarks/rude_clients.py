@@ -1,4 +1,4 @@
-"""Attacks in how clients connect, send and read."""
+"""Hostile clients of `benchmarks.attacks` that misuse connections: slow, unread, dropped or malformed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running server, from its start to its end, and the memory and CPU of its processes."""
+"""Starts and ends a server under measurement, and reads the memory and CPU of its processes."""
 
 from __future__ import annotations
 

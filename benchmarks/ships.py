@@ -3,7 +3,7 @@
     python -m benchmarks.ships [--ships 40] [--mib 64]
 
 A ship's time is from its first block to decode's acknowledgement; both kinds alternate. The goal: verified ships keep
-80 % of the bandwidth of the others. The fastest tenth tells more on a machine with other load."""
+80 % of the bandwidth of the others. The fastest tenth is more reliable on a machine with other load."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--speculative-model", default="", help="what drafts beside lookups")
     parser.add_argument(
-        "--deeper", type=int, default=0, help="have the demo model with so many times its layers instead"
+        "--deeper", type=int, default=0, help="use the demo model with this many times its layers instead"
     )
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--most", type=int, default=8, help="drafts of a stream in a step")

@@ -1,8 +1,8 @@
-"""Measures transcription: seconds for each second of audio, against transformers, in turns, with the same weights.
+"""Measures transcription: seconds per second of audio, alternately with transformers, on the same weights.
 
     python -m benchmarks.speech --model DIRECTORY FILE [FILE ...] [--dtype auto float32] [--rounds 3]
 
-The model is a Whisper checkpoint. Our engine hears all files together, transformers one after the other, in float32."""
+The model is a Whisper checkpoint. Our engine takes all files together, transformers one after the other, in float32."""
 
 from __future__ import annotations
 

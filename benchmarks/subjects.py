@@ -1,4 +1,4 @@
-"""Table of the measured engines, and how each is started."""
+"""Table of the engines and models that `benchmarks.serving` measures, and the command that starts each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns samples into the output of a run: medians, goals with ratios, Markdown tables, JSON, a plot."""
+"""Turns a serving benchmark's samples into medians, goals with ratios, Markdown tables, JSON and a plot."""
 
 from __future__ import annotations
 

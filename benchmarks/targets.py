@@ -3,7 +3,7 @@
     python -m benchmarks.targets [--seconds 30 --rounds 2 --load 1 --load 1.3 --ttft-ms 1000 --itl-ms 80]
 
 A closed loop of clients finds the capacity in requests per second. Then requests arrive at random at multiples of it,
-under the key of a tenant with both targets and of one with none, in turns, on one cluster with the demo model. Goodput
+alternately under the key of a tenant with both targets and of one with none, on one cluster of the demo model. Goodput
 counts the requests per second whose first token and whose mean time between tokens were within the targets."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Load:
         return len(inner) / (3 * seconds / 5)
 
     async def open_loop(self, tenant: str, found: Phase, rate: float, seconds: float, source: random.Random) -> None:
-        """Let requests arrive at random for some seconds, and wait for their ends."""
+        """Let requests arrive at random for some seconds, and wait until they end."""
         tasks, at = [], 0.0
         began = time.perf_counter()
         while (at := at + source.expovariate(rate)) < seconds:
@@ -100,7 +100,7 @@ def report(phases: dict[tuple[float, str], list[Phase]], goal: Goal, capacity: f
     lines = [
         f"Capacity {capacity:.2f} requests/s; first token within {goal.first_s:.2f} s, tokens {goal.gap_s:.3f} s apart",
         "",
-        "| load | | goodput, requests/s | of the admitted | rejected | of the goodput at the first load |",
+        "| load | | goodput, requests/s | met, of admitted | rejected | relative to first load |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     first: dict[str, float] = {}
@@ -141,8 +141,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", type=float, action="append", help="multiple of the capacity")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=30, help="of a phase")
-    parser.add_argument("--clients", type=int, default=16, help="of the closed loop")
+    parser.add_argument("--seconds", type=float, default=30, help="seconds per phase")
+    parser.add_argument("--clients", type=int, default=16, help="clients in the closed loop")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=48, help="tokens of an output")
     parser.add_argument("--ttft-ms", type=int, default=1000)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.fetching import ANSWER_S, Asked, Node, nodes
+from benchmarks.fetching import ANSWER_S, Node, PromptClient, nodes
 
 PIECE, PIECES = 4 << 20, 64
 OTHERS = 3
@@ -55,7 +55,7 @@ def raw(folder: Path) -> tuple[float, float]:
         path.unlink()
 
 
-def compare(asked: Asked, node: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
+def compare(asked: PromptClient, node: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
     """Return median seconds of computing and of reading, and the tokens read; the first round does not count."""
     computed, read, brought = [], [], 0
     for number in range(rounds + 1):
@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=given.path) as folder:
         cached, direct = raw(Path(folder))
         print(f"reads of the disk: {cached:.1f} GiB/s through the system's cache, {direct:.1f} past it\n")
-        print("| prompt | computed | read | of it from there | times as fast |")
+        print("| prompt | computed | read | read share | speed-up |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         for tokens in given.tokens:
             place = Path(folder) / str(tokens)
@@ -99,7 +99,7 @@ def main() -> None:
                 nodes(given.model, place, *options, names=("node",)) as (node,),
                 httpx.Client(trust_env=False, timeout=ANSWER_S) as client,
             ):
-                computed_s, read_s, brought = compare(Asked(client, 1000), node, tokens, given.rounds)
+                computed_s, read_s, brought = compare(PromptClient(client, 1000), node, tokens, given.rounds)
             figures = f"{1e3 * computed_s:.0f} ms | {1e3 * read_s:.0f} ms | {brought / tokens:.0%}"
             print(f"| {tokens} | {figures} | {computed_s / read_s:.1f} |", flush=True)
 

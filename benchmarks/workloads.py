@@ -1,4 +1,4 @@
-"""Workloads: what clients send to a server, and its figures.
+"""Workloads of the serving benchmark: the prompts that clients send, and the figures computed from the answers.
 
 Every server gets the same prompts in a round, and other ones in the next round."""
 

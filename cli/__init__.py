@@ -1,1 +1,1 @@
-"""The `kvferry` command."""
+"""The `kvferry` command: its subcommands, checks, and the supervisor of a local cluster."""

@@ -1,4 +1,4 @@
-"""Process start-up before any large import: sets thread counts and prints configuration mistakes on one line.
+"""Process start-up before any large import: thread counts, tracing, and one-line messages for configuration errors.
 
 Only this module and `cli.options` read or write environment variables.
 """

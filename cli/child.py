@@ -31,7 +31,7 @@ class Command:
     configures a child.
 
     reports       the command reports its status as in runtime/supervisor_status.py
-    ends_last     the other children need it until they exit; it blocks SIGINT, which a terminal sends to all at once
+    ends_last     other children need it until they exit; it blocks SIGINT, which a terminal sends to all at once
     address       its address, if it does not report one
     niceness      added to the supervisor's own: a higher value leaves it less of a core that other processes want
     fds           descriptors of the supervisor that it inherits

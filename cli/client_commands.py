@@ -1,4 +1,4 @@
-"""Commands that are clients of a running server."""
+"""Subcommands that are clients of a running server: `batch` and `top`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batch(source: Path, target: Path, **options: Any) -> int:
     """Answer the requests of INPUT through a running server.
 
     Both are JSON lines as of OpenAI's batches. A row that OUTPUT already answers is not asked again, so
-    that a run that was interrupted can be repeated; rows that failed are. Exit status 1 if any row failed."""
+    that an interrupted run can be repeated; failed rows are asked again. Exit status 1 if any row failed."""
     set_up_log("warning")
     from kvferry.cli.batch import BatchClient, run_batch
 

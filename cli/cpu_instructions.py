@@ -1,4 +1,4 @@
-"""Reports the CPU's vector instructions and which of them the kernels use."""
+"""Reports the CPU's vector instructions and which of them the kernels use (`kvferry doctor`)."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def instructions(settings: ServeSettings) -> Result:
 
 
 def tokens(settings: ServeSettings) -> Result:
-    """Report whether a router decodes tokens in compiled code."""
+    """Report whether a router decodes token messages in compiled code."""
     if IS_COMPILED:
         return Result("ok", "tokens", "decoded in compiled code")
     return Result("warn", "tokens", "decoded in Python, which costs more", "install with a C++ compiler")

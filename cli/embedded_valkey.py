@@ -1,4 +1,4 @@
-"""Valkey server of `kvferry serve`: reachable for this user alone, over a Unix socket in a folder of mode 0700.
+"""Embedded Valkey server of `kvferry serve`: only this user can reach it, over a Unix socket in a private folder.
 
 Anyone who can write to it can redirect requests to other nodes, so it must not listen on a port that other users of the
 machine reach."""
@@ -16,7 +16,7 @@ from kvferry.cli.child import Command
 from kvferry.protocol.errors import ConfigError
 
 LONGEST_FOLDER = 80
-"""Longest path of the folder, in bytes: the kernel limits that of a socket to 107."""
+"""Maximum length of the folder's path, in bytes: the kernel limits that of a socket to 107."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Checks of `kvferry doctor` for engines of others: whether each server was started with what its adapter needs."""
+"""Checks of `kvferry doctor` for other engines: whether each server was started with what its adapter needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVENTS = {
 }
 """Flags by kind that make the engine publish KV events."""
 DETAILS = {"vllm": "--enable-prompt-tokens-details"}
-"""Flags by kind that make the engine tell the reused tokens."""
+"""Flags by kind that make the engine report the reused tokens."""
 NIXL = (
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both", '
     '"kv_load_failure_policy": "recompute"}\''
@@ -83,8 +83,8 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
 
 
 async def _half(settings: ServeSettings, engine: Engine, facts: EngineFacts, found: str) -> Result:
-    """Return the result for an engine that has one half of the work, and may change to the other one."""
-    found += f": it has the {facts.kv_role} half of the work alone"
+    """Return the result for an engine that does only prefill or decode, and may change to the other."""
+    found += f": it does only {facts.kv_role}"
     remedy = f"start kvferry adapt --engine {facts.kind} --role {facts.kv_role} beside it, not serve"
     try:
         await require_elastic(engine, facts.kv_role, 0.0)
@@ -99,7 +99,7 @@ async def _half(settings: ServeSettings, engine: Engine, facts: EngineFacts, fou
 def _missing(
     settings: ServeSettings, kind: str, facts: EngineFacts, deltas: list[EngineDelta]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what the engine does not tell or do, and the flag that mends it."""
+    """Yield what the engine does not report or do, and the flag that adds it."""
     if settings.prefill_engines and not facts.kv_transfer:
         yield "it transfers no KV blocks, as its metrics show none of NIXL", NIXL
     if kind in EVENTS and facts.kv_events is None:
@@ -108,10 +108,10 @@ def _missing(
         yield "it replays no KV events, so each lost one empties the map of its cache", "a replay_endpoint to them"
     if kind == "openai":
         if not facts.exact:
-            yield "it sends text alone, so no stream survives its death exactly", "support of return_token_ids"
+            yield "it sends only text, so no stream survives its death exactly", "support of return_token_ids"
         if deltas[-1].cached_tokens is None:
-            yield "it does not tell the reused tokens, so accounts are empty", "prompt_tokens_details to its usage"
+            yield "it does not report the reused tokens, so accounts are empty", "prompt_tokens_details to its usage"
     if kind in DETAILS and deltas[-1].cached_tokens is None:
-        yield "it does not tell the reused tokens, so accounts are empty", DETAILS[kind]
+        yield "it does not report the reused tokens, so accounts are empty", DETAILS[kind]
     if kind == "sglang" and facts.block_size < 16:
         yield f"its pages have {facts.block_size} tokens, so its map is large", "--page-size 16"

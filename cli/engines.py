@@ -1,4 +1,4 @@
-"""Engines of others in `kvferry serve`: their command lines, and an adapter beside each."""
+"""Other engines (vLLM, SGLang, llama.cpp) in `kvferry serve`: their command lines, and an adapter beside each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.address import host_port, loopback
 
 NICENESS = 5
-"""Niceness of an engine: one that spins on all cores must not cost router and adapter their signs of life."""
+"""Niceness of an engine: one that spins on all cores must not delay the heartbeats of router and adapter."""
 UNPINNED = ("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 """Variable that keeps vLLM from pinning its threads to cores of a CPU, and its value."""
 EVENTS_KEPT = 10_000
@@ -29,7 +29,7 @@ EVENTS_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an engine is started with.
+    """Parameters with which an engine is started.
 
     kv_events, kv_events_replay: ZeroMQ addresses that it binds to. kv_lease: seconds for which it keeps the blocks of a
     prompt for another engine; 0: it transfers none."""
@@ -54,7 +54,7 @@ class Start:
 
 
 def attached(settings: ServeSettings) -> bool:
-    """Return whether the nodes are engines of others."""
+    """Return whether the nodes' engines are other servers."""
     return bool(settings.attach) or settings.engine != "kvferry"
 
 

@@ -1,4 +1,4 @@
-"""Number formats of a worker's weights and KV cache, and their size."""
+"""Number formats of a worker's weights and KV cache on its device, and the bytes that weights take there."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CALLS: dict[Platform, tuple[str, ...]] = {
     "cuda": ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceTotalMem_v2"),
     "hip": ("hipInit", "hipGetDeviceCount", "hipDeviceGet", "hipDeviceTotalMem"),
 }
-"""Functions of the driver that count the GPUs and tell their memory."""
+"""Functions of the driver that count the GPUs and report their memory."""
 
 
 def gpus() -> list[int]:

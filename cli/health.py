@@ -1,4 +1,4 @@
-"""`kvferry health`: probes the process of this container at the address that its flags and variables give."""
+"""`kvferry health`: probes the kvferry process of this container, at the address in that process's own flags."""
 
 from __future__ import annotations
 

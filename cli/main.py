@@ -1,4 +1,4 @@
-"""The `kvferry` command line. Each subcommand parses its settings first and imports its code only then."""
+"""The `kvferry` command line: parses each subcommand's settings, and imports its code only then."""
 
 from __future__ import annotations
 

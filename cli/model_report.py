@@ -1,4 +1,4 @@
-"""Model section of `kvferry doctor`: family, path, number formats and memory by context length, without loading."""
+"""Describes a model for `kvferry doctor`: family, code path, number formats and memory, without loading it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told(settings: ServeSettings, source: ModelSource) -> str:
 
 
 def _media(source: ModelSource) -> str:
-    """Describe what the model sees or hears; empty for a model of text."""
+    """Describe the media that the model takes; empty for a text model."""
     if source.kind == "gguf":
         return ""
     config = read_json(source.path / "config.json")

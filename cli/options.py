@@ -1,4 +1,4 @@
-"""Adapter between the settings dataclasses and the command line: one flag and one variable per field.
+"""Maps settings dataclasses to the command line: one flag and one variable per field, and back to arguments.
 
 Types come from the defaults; help, choices and bounds come from the fields' metadata (`protocol.settings.setting`).
 """

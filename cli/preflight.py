@@ -1,7 +1,7 @@
-"""Checks that run before any process of a cluster starts.
+"""Checks of `serve` and `doctor` that run before any process of a cluster starts; each raises ConfigError.
 
-`serve` stops at the first failure; `doctor` reports all of them. Each function raises ConfigError, whose one-line
-message names the remedy.
+`serve` stops at the first failure; `doctor` reports all of them. The one-line message of a ConfigError names the
+remedy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Assignment of devices, cores and memory to the workers of a local cluster.
+"""Plans devices, cores and memory of the workers of a local cluster, and checks that they fit.
 
 The supervisor decides it before any worker starts, so that no worker has to guess what the others will take."""
 

@@ -1,4 +1,4 @@
-"""Commands of the routers of a local cluster."""
+"""Command lines of the routers of a local cluster, each on a port of its own."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def router_commands(settings: ServeSettings, program: Program) -> list[Command]:
 
 
 def narrowed(cls: type[Settings], settings: ServeSettings) -> Settings:
-    """Return those of a cluster's settings that one of its processes takes."""
+    """Return the settings of class `cls` that are part of a cluster's settings."""
     return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Period of health checks of a process, and their timeout, in seconds."""
 HUNG_S = 10.0
-"""Time without an answer after which a process is replaced. Nodes give up its streams long before."""
+"""Seconds without an answer after which a process is replaced; nodes abandon its streams long before."""
 DRAIN_SPARE_S = 10.0
-"""Time that a process may need to exit after its last request, in seconds."""
+"""Maximum time for a process to exit after its last request, in seconds."""
 HURRY_S = 3.5
 
 

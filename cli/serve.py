@@ -1,4 +1,4 @@
-"""`kvferry serve`: starts a whole cluster on this machine and prints one line when it is ready."""
+"""`kvferry serve`: checks, starts and supervises a whole cluster on this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from kvferry.runtime.limits import available_cores
 log = logging.getLogger(__name__)
 
 ALL_NODES_S = 10.0
-"""Longest wait of the ready line for the router to see all nodes; it polls the registry at least twice a second."""
+"""Maximum wait of the ready line, in seconds, for the router to see all nodes; it polls twice a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ async def _live(
 async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     """Wait until the router can place requests on all nodes, or for ALL_NODES_S.
 
-    In a registry shared with larger clusters it may never see all. A router that requires client certificates cannot be
+    In a registry shared with other clusters it may never see all. A router that requires client certificates cannot be
     asked; its own ready report suffices."""
     if settings.ssl_ca_certs:
         return

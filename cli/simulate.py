@@ -1,4 +1,4 @@
-"""`kvferry simulate` and `kvferry plan`: command lines of the cluster simulator."""
+"""`kvferry simulate` and `kvferry plan`: command lines of the cluster simulator (package simulate)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RATES = (
     ("block-bytes", "block_bytes", int, "bytes of a KV block"),
     ("kv-blocks", "blocks", int, "KV blocks per node"),
     ("page-blocks", "page_blocks", int, "KV blocks of a page of layers with windows"),
-    ("window-pages", "window_pages", int, "most such pages of a sequence"),
+    ("window-pages", "window_pages", int, "maximum number of such pages per sequence"),
     ("max-num-seqs", "max_num_seqs", int, "concurrent streams per node"),
     ("kv-host-blocks", "host_blocks", int, "KV blocks in the host memory tier of a node"),
     ("host-read", "host_block_s", float, "seconds in which a block is read from there"),
@@ -133,7 +133,7 @@ def simulate(**options: Any) -> int:
     """Compare placement policies on a virtual clock.
 
     Requests go through the router's own node table, index and placement, and through simulated nodes with the engine's
-    own block pools. Beside it stand the rules of other routers, with the same nodes."""
+    own block pools. Rules of other routers are simulated beside it, with the same nodes."""
     from kvferry.simulate.command import simulate_command
 
     gc.enable()
@@ -163,7 +163,7 @@ def simulate(**options: Any) -> int:
 @goal_options
 @machine_options
 def plan(**options: Any) -> int:
-    """Tell how many nodes of each role a load needs.
+    """Estimate how many nodes of each role a load needs.
 
     A first guess by arithmetic, then checked and corrected by simulation."""
     from kvferry.simulate.plan import plan_command

@@ -1,4 +1,4 @@
-"""Estimated tokens per second of a model on this machine, from a short measurement of its limits (`kvferry doctor`)."""
+"""Estimates a model's tokens per second on this machine from a short measurement of its limits (`kvferry doctor`)."""
 
 from __future__ import annotations
 

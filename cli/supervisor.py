@@ -1,4 +1,4 @@
-"""Supervisor of a local cluster: starts processes, restarts those that die, ends them all."""
+"""Supervisor of a local cluster: starts child processes, restarts those that die, and ends them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 START_TRIES = 3
 """Exits in a row of a child that was never ready, after which the supervisor gives up."""
 DRAIN_S = 2.0
-"""Longest drain when all children end, in seconds: all must be gone five seconds after the signal."""
+"""Maximum drain when all children end, in seconds: all must be gone five seconds after the signal."""
 LAST_GRACE_S = 0.4
 
 

@@ -1,4 +1,4 @@
-"""Section of `kvferry doctor` about a model's tool calls and reasoning, as its chat template reveals them."""
+"""Describes for `kvferry doctor` how each model writes tool calls and reasoning, as its chat template shows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvferry.router.text.text_model import TextModel
 
 
 def reported(settings: ServeSettings) -> tuple[str, bool]:
-    """Describe how each model's calls are asked for and read, and its reasoning marks.
+    """Describe how each model's tool calls are prompted and parsed, and its reasoning marks.
 
-    Returns also whether all calls are read that the chat templates could show; raises ConfigError."""
+    Also return whether all calls that the chat templates show can be parsed. Raises ConfigError."""
     texts = load_text_models(settings)
     told = [f"{_calls(text)}; {_reasoning(text)}" for text in texts]
     if len(texts) > 1:

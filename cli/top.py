@@ -92,7 +92,7 @@ def _show(
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits up to so many seconds for keys and returns those pressed.
+    """Yield a function that waits for keys up to a number of seconds and returns those pressed.
 
     Keys arrive at once and are not echoed. If standard input is not a terminal, the function never returns a key."""
     if not sys.stdin.isatty():

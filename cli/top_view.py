@@ -24,7 +24,7 @@ LATELY_S = 60.0
 SPARK = 40
 """Width of a sparkline, in columns."""
 WIDE, TALL = 118, 10_000
-"""Least width that shows all columns, and a height in lines that shows all rows."""
+"""Minimum width that shows all columns, and a height in lines that shows all rows."""
 LEAST_ROWS = 3
 HEADS = 20
 """Lines of a picture other than rows of nodes, transfers, requests and events."""
@@ -32,7 +32,7 @@ QUARANTINED = {"node": "suspected", "ships": "ships suspected", "quarantine": "q
 
 
 def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = "") -> RenderableType:
-    """Draw the state for a terminal of so many columns and lines.
+    """Draw the state for a terminal of `width` columns and `height` lines.
 
     It shows as many rows as fit, but some of each kind; a narrow terminal omits the least important columns. trouble:
     reason why the state is old."""

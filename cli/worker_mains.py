@@ -1,4 +1,4 @@
-"""Choice of the code that a worker process runs; each is imported only where it runs."""
+"""Chooses the main coroutine of a worker process by its settings, and imports only that code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Look up known vulnerabilities of what the images install: `make audit`; arguments are pip-audit's.
+"""Look up known vulnerabilities in the packages that the images install (`make audit`); arguments go to pip-audit.
 
 pip-audit skips a package that the vulnerability service does not know, and succeeds. Behind a mirror that knows no
-vulnerabilities it skips every package. So a release with known ones is looked up too. An answer without them counts as
-no answer.
+vulnerabilities it skips every package. So a release known to be vulnerable is looked up too; if nothing is reported for
+it, nothing counts as answered.
 
 Exit status: 0 if no package has a known vulnerability, 1 if one has, 3 if not all of them could be looked up."""
 
@@ -30,7 +30,7 @@ class Unanswered(Exception):
 
 
 def pins(folder: Path = LOCKED) -> Pins:
-    """Return the names of the locks that hold each package and version. A local version (+cpu) is dropped."""
+    """Return, by package and version, the lock files that pin it. A local version (+cpu) is dropped."""
     found: dict[tuple[str, str], list[str]] = {}
     for path in sorted(folder.glob("*.txt")):
         for name, version in re.findall(r"(?m)^([\w.-]+)==([^\s;+]+)", path.read_text()):

@@ -1,4 +1,4 @@
-"""Collects what a cluster needs beside torch, for a machine without a network.
+"""Collects the wheels that a cluster needs beside torch, for a machine without a network.
 
     python deploy/wheelhouse.py --list > have.txt                    # there: what it has
     python deploy/wheelhouse.py --have have.txt --python 3.12 house  # here: what it lacks, as wheels in house/

@@ -1,4 +1,4 @@
-"""Tables of the HTTP API, the errors and the wire version, made from the code for the reference pages."""
+"""Makes the reference tables of HTTP API, errors and wire version from the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renews the Helm chart's copies of other files and its table of values: `python -m docs.chart`."""
+"""Updates the Helm chart's copies of other files and its table of values: `python -m docs.chart`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of model families: their names stand here; how they run follows from their rows in the engine."""
+"""Makes the table of model families: names and notes are listed here, the other cells come from the engine's rows."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ RETIRED = re.compile(
 )
 """Words that the project once used for dispatch, successor, request log, background call and so on."""
 UNITS = re.compile(r"S$|_(MIB|GIB|MB|GB|PERCENT|VERSION|PORT|TAG|BYTE)$|^KIB$")
-"""Endings of names that tell a unit: plurals count what they name."""
+"""Endings of names that state a unit: plurals count what they name."""
 DESCRIBED_ELSEWHERE = {"protocol/errors.py"}
 """Files whose classes the module's docstring describes."""
 LANGUAGE_RULES = {"docs/language.py", "CHANGELOG.md"}

@@ -1,4 +1,4 @@
-"""Checks that every relative link of every Markdown file leads to a file and, where it names one, to a heading.
+"""Check that each relative link of the Markdown files leads to a file and, where it names one, to a heading.
 
 `python -m docs.links` prints each broken link with its document and ends with status 1 if it finds any.
 """
@@ -18,25 +18,25 @@ EXTERNAL = re.compile(r"[a-z][a-z+.-]*:")
 
 
 def documents() -> list[Path]:
-    """Lists the Markdown files that Git tracks or would track."""
+    """List the Markdown files that Git tracks or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for name in found.stdout.split() if (path := ROOT / name).exists()]
 
 
 def anchors(text: str) -> set[str]:
-    """Returns the anchors of a document's headings, spelled as GitHub spells them."""
+    """Return the anchors of a document's headings, spelled as GitHub spells them."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def links(text: str) -> list[str]:
-    """Returns the targets of a document's links, without those inside code."""
+    """Return the targets of a document's links, without those inside code."""
     return LINK.findall(CODE_SPAN.sub("``", FENCED.sub("", text)))
 
 
 def broken(document: Path, text: str) -> list[str]:
-    """Returns the relative links of a document that lead nowhere."""
+    """Return the relative links of a document that lead nowhere."""
     wrong = []
     for link in links(text):
         if EXTERNAL.match(link):
@@ -49,7 +49,7 @@ def broken(document: Path, text: str) -> list[str]:
 
 
 def main() -> int:
-    """Prints the broken links of all documents and returns the exit status."""
+    """Print the broken links of all documents and return the exit status."""
     found = [(path, link) for path in documents() for link in broken(path, path.read_text())]
     for path, link in found:
         print(f"{path.relative_to(ROOT)}: the link {link} leads nowhere", file=sys.stderr)

@@ -20,11 +20,11 @@ from tests.router.page.chat_tab import ENDED, ask, opened, press_button, set_fie
 
 FOLDER = Path(__file__).resolve().parent
 MAX_BYTES = 150_000
-"""Largest size of a screenshot, in bytes."""
+"""Maximum size of a screenshot, in bytes."""
 ANSWER_S = 120.0
-"""Longest wait for an answer of the demo model, in seconds."""
+"""Maximum time for an answer of the demo model, in seconds."""
 LOAD_S, TALKERS = 60.0, 3
-"""How long conversations go on behind the dashboard, in seconds, and how many at once."""
+"""Duration of the conversations that the dashboard shows, in seconds, and their number."""
 QUESTIONS = ("Why is the sky blue?", "And in the evening?", "What is the sea made of?", "Why do birds sing?")
 TOOL = {
     "name": "get_weather",
@@ -73,7 +73,7 @@ def tools(page: Page) -> None:
 
 
 def dashboard(page: Page, url: str) -> None:
-    """Take the dashboard while conversations go on that begin alike."""
+    """Take the dashboard while conversations with a common beginning run."""
     until = time.monotonic() + LOAD_S
     with ThreadPoolExecutor(TALKERS) as pool:
         talks = [pool.submit(talk, url, number, until) for number in range(TALKERS)]
@@ -87,7 +87,7 @@ def dashboard(page: Page, url: str) -> None:
 
 
 def talk(url: str, number: int, until: float) -> None:
-    """Ask one question after the other, each with all that was said before."""
+    """Ask one question after the other, each with the conversation so far."""
     with httpx.Client(base_url=url, timeout=ANSWER_S) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         while time.monotonic() < until:

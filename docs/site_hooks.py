@@ -1,4 +1,4 @@
-"""Adds the Markdown files outside docs/ to the site and rewrites the links between them (a hook of MkDocs)."""
+"""MkDocs hook: adds the Markdown files outside docs/ to the site and rewrites the links between them."""
 
 from __future__ import annotations
 

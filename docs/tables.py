@@ -1,4 +1,4 @@
-"""Renews the reference pages' tables from the code: `python -m docs.tables`.
+"""Updates the tables of the reference pages from the code: `python -m docs.tables`.
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end -->`.
 """
@@ -30,7 +30,7 @@ _BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def settings_table(cls: type[CommonSettings], *but: type[CommonSettings]) -> str:
-    """Returns a row for each field of `cls`, except hidden ones, the role, and those that a class in `but` shares."""
+    """Return a row for each field of `cls`, except hidden ones, the role, and those that a class in `but` shares."""
     known = {(field.name, field.default) for other in but for field in dataclasses.fields(other)}
     rows = [
         (f"`{flag(field.name)}`", _default(field.default), _help(field))
@@ -41,7 +41,7 @@ def settings_table(cls: type[CommonSettings], *but: type[CommonSettings]) -> str
 
 
 def metrics_table(registry: CollectorRegistry) -> str:
-    """Returns a row for each metric, under the name that Prometheus sees."""
+    """Return a row for each metric, under the name that Prometheus sees."""
     rows = []
     for metric in registry.collect():
         name = metric.name + ("_total" if metric.type == "counter" else "")
@@ -62,7 +62,7 @@ def _of_speech() -> ModelRegistry:
 
 
 def tables() -> dict[str, str]:
-    """Returns all tables by name."""
+    """Return all tables by name."""
     return {
         "common": settings_table(CommonSettings),
         "router": settings_table(RouterSettings, CommonSettings),
@@ -82,7 +82,7 @@ def tables() -> dict[str, str]:
 
 
 def renew(text: str) -> str:
-    """Returns the text with every table made anew. Raises KeyError for an unknown table."""
+    """Return the text with every table updated. Raises KeyError for an unknown table."""
     made = tables()
     return _BLOCK.sub(lambda found: f"{found[1]}{made[found[2]]}{found[3]}", text)
 

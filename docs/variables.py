@@ -1,4 +1,4 @@
-"""Variables of the dashboards, and the selectors that apply them to every query."""
+"""Template variables of the Grafana dashboards, and the selectors that apply them to every query."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Endpoint picker for the Gateway API Inference Extension: Envoy asks it where each request goes."""
+"""Endpoint picker for the Gateway API Inference Extension: chooses the engine of each request for Envoy."""

@@ -1,4 +1,4 @@
-"""Fields of a request's body that placement needs. The engine checks all other fields."""
+"""Reading of the fields of a request's body that placement needs; the engine checks all other fields."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvferry.router.text.text_model import TextModel
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
-"""Bytes of a body assumed for each token of a prompt that cannot be read."""
+"""Bytes assumed for each token of a prompt that cannot be read."""
 DEFAULT_OUTPUT = 512
 """Output tokens assumed for a request that names no limit."""
 
 
 class PickedBody(TierFields, RequestBody):
-    """Body of a request whose prompt placement does not read: another API, or no JSON at all.
+    """Body of a request whose prompt placement does not read: another API, or not JSON.
 
     prompt_field  field of the prompts, for errors; empty: none is read
     marked        encoding adds the model's special tokens
@@ -77,7 +77,7 @@ class PickedCompletion(PickedBody):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks of placement.
+    """Inputs of a request to placement.
 
     body     its fields
     prompts  token ids of each prompt; empty if they cannot be read

@@ -1,4 +1,4 @@
-"""One request on its stream from Envoy: from its head to the end of the response."""
+"""Handling of one request on its stream from Envoy: checks, placement, answers, and the end of the response."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class ResponseCut(Exception):
-    """The response passed its deadline."""
+    """The response went past its deadline."""
 
 
 class Exchange:
@@ -117,7 +117,7 @@ class Exchange:
         self._count(head, self._status)
 
     async def _read(self, head: RequestHead, call: RequestContext) -> tuple[bytes | None, IncomingBody | None]:
-        """Return the request's body; None if there is none, or if it comes in parts that cannot be held back."""
+        """Return the request's body; None if there is none, or if it comes in parts that cannot be buffered."""
         mode = head.request_mode
         if head.ended or mode not in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED):
             return None, None
@@ -145,7 +145,7 @@ class Exchange:
         return self._pick
 
     async def _answer(self, head: RequestHead, pick: Pick, data: bytes | None, body: IncomingBody | None) -> None:
-        """Tell Envoy where the request goes, and give its body back."""
+        """Tell Envoy where the request goes, and return its body."""
         log.debug("%s goes to %s, of which %d tokens are cached", head.path, pick.endpoints, pick.cached_len)
         if data is not None and head.request_mode == BodyMode.BUFFERED:
             await self._send(replies.body_placed(pick.endpoints))
@@ -217,7 +217,7 @@ def _endpoint(head: RequestHead) -> str:
 
 @contextmanager
 def _cancelled() -> Iterator[None]:
-    """Translate the cancellation of a stream: the client or the gateway has left."""
+    """Translate the cancellation of a stream: the client or the gateway disconnected."""
     try:
         yield
     except asyncio.CancelledError:

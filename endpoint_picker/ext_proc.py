@@ -1,4 +1,4 @@
-"""Messages of Envoy's external processing (envoy/service/ext_proc/v3), as far as a picker needs them.
+"""Protobuf messages of Envoy's external processing (envoy/service/ext_proc/v3), as far as a picker needs them.
 
 They are built here from a table of field numbers, in a descriptor pool of their own. Of the packages on PyPI with
 Envoy's generated messages, one overwrites files of OpenTelemetry's and Google's packages, and one parses in Python.

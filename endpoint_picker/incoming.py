@@ -1,4 +1,4 @@
-"""Messages of one stream from Envoy, with a limit on the wait for each, and as a body for the router's reader."""
+"""Reader of the messages on a stream from Envoy, with a time limit for each, and of a request's body on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProtocolError(Exception):
 
 
 class Incoming:
-    """Reader of a stream; the owner must call `close`. A limit of 0 seconds is none."""
+    """Reader of a stream; the owner must call `close`. 0 seconds: no limit."""
 
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = requests
@@ -61,7 +61,7 @@ class Incoming:
 class IncomingBody:
     """Body of a request as an ASGI channel. `trailers` is true once trailers ended it.
 
-    whole: it comes in one message, whatever that says about its end."""
+    whole: it comes in a single message, even if that is not marked as the last."""
 
     def __init__(self, incoming: Incoming, limit_s: float, *, whole: bool) -> None:
         self._incoming, self._limit_s, self._whole = incoming, limit_s, whole
@@ -72,7 +72,7 @@ class IncomingBody:
         try:
             message = await self._incoming.read(self._limit_s)
         except TimeoutError:
-            raise SlowRequest(f"no part of the request body came for {self._limit_s:g} s") from None
+            raise SlowRequest(f"no part of the request body came within {self._limit_s:g} s") from None
         if message is None:
             return {"type": "http.disconnect"}
         kind = message.WhichOneof("request")

@@ -12,7 +12,7 @@ from kvferry.router.nodes.node_entry import NodeEntry
 log = logging.getLogger(__name__)
 
 GATEWAY_ERRORS = (502, 503, 504)
-"""Statuses with which a gateway or engine says that an endpoint did not answer."""
+"""Statuses by which a gateway or engine reports that an endpoint did not answer."""
 
 
 class Pick:
@@ -46,14 +46,14 @@ class Pick:
 
     @property
     def node_id(self) -> str:
-        """Return the id of the node that has the request, as far as is known."""
+        """Return the id of the node that has the request, as far as known."""
         return self._entries[self._endpoint].key[0]
 
     def served(self, endpoint: str) -> None:
         """Record which endpoint the gateway used; an unknown one changes nothing."""
         if self._over or endpoint == self._endpoint or endpoint not in self._entries:
             return
-        log.info("%s did not take a request, which went to %s", self._endpoint, endpoint)
+        log.info("%s did not take a request; it went to %s", self._endpoint, endpoint)
         self._cluster.nodes.suspect(self._entries[self._endpoint])
         self._release()
         self._endpoint = endpoint

@@ -1,4 +1,4 @@
-"""Choice of a request's endpoints by kvferry's placement, and the request's share of a node's load."""
+"""Chooses a request's endpoints by kvferry's placement, and reserves its share of the chosen node's load."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Wanted:
 class Picker:
     """Places requests of one model on the engines behind its nodes; fallbacks: further endpoints of each request.
 
-    An engine that reports its blocks is found by the block index. Of any other engine the picker remembers what it was
-    sent."""
+    An engine that reports its blocks is found by the block index. For any other engine the picker remembers the prompts
+    sent to it."""
 
     def __init__(self, cluster: ModelCluster, metrics: RouterMetrics, fallbacks: int) -> None:
         self.cluster = cluster
@@ -67,7 +67,7 @@ class Picker:
     async def pick(self, wanted: Wanted) -> Pick:
         """Return the endpoints of a request, booked on the first; the caller must call `end`.
 
-        While no node can take it, it waits for at most the cluster's patience. Raises NoNodes, Overloaded,
+        While no node can take it, it waits for at most the cluster's queue timeout. Raises NoNodes, Overloaded,
         ContextLengthExceeded, and at once NoNodes if no endpoint is allowed."""
         patience, who = Backoff(self.cluster.patience_s), object()
         try:

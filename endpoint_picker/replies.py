@@ -1,4 +1,4 @@
-"""Answers to Envoy: where a request goes, its body back, errors, and everything else as it came."""
+"""Builds the answers to Envoy: the chosen endpoints, the body unchanged, errors, and pass-through messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE = "envoy.lb"
 """Metadata namespace that Envoy's load balancer reads."""
 CHUNK_BYTES = 62 * 1024
-"""Longest part of a body in one message; Envoy accepts 64 KiB with all that surrounds it."""
+"""Maximum size of a body's part in one message, in bytes; Envoy accepts messages of 64 KiB."""
 
 
 def header_placed(endpoints: Sequence[str]) -> Any:
@@ -30,9 +30,9 @@ def body_placed(endpoints: Sequence[str]) -> Any:
 
 
 def echoed(phase: str, data: bytes, *, last: bool) -> Iterator[Any]:
-    """Yield the answers that send these bytes of a body on, in full-duplex mode.
+    """Yield the answers that pass on these bytes of a body, in full-duplex mode.
 
-    phase: request_body or response_body. last: they end the message, which may then be empty."""
+    phase: request_body or response_body. last: they end the body, and may be empty."""
     for start in range(0, max(len(data), 1), CHUNK_BYTES):
         part = data[start : start + CHUNK_BYTES]
         if not part and not last:
@@ -43,7 +43,7 @@ def echoed(phase: str, data: bytes, *, last: bool) -> Iterator[Any]:
 
 
 def passed(phase: str, data: bytes, mode: int, *, last: bool) -> Iterator[Any]:
-    """Yield the answers that leave a message as it is; mode: in which its body was sent."""
+    """Yield the answers that leave a message unchanged; mode: in which its body was sent."""
     if phase in ("request_body", "response_body") and mode == BodyMode.FULL_DUPLEX_STREAMED:
         yield from echoed(phase, data, last=last)
     else:

@@ -1,4 +1,4 @@
-"""Head of a request as Envoy sends it: path, headers, allowed endpoints, and how bodies will come."""
+"""Head of a request as Envoy sends it: path, headers, allowed endpoints, and the modes of its bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.endpoint_picker.replies import DESTINATION, NAMESPACE
 SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 """Metadata namespace and key of the endpoints that a request may go to."""
 SERVED = f"{DESTINATION}-served"
-"""Metadata key, in NAMESPACE, of the endpoint that served a request."""
+"""Metadata key, in NAMESPACE, of the endpoint that the gateway used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RequestHead:
     def of(cls, message: Any) -> RequestHead:
         """Read the first message of a stream.
 
-        A gateway that does not say how it sends bodies sends them in full-duplex mode, as the extension requires."""
+        A gateway that does not report how it sends bodies sends them in full-duplex mode, as the extension requires."""
         headers = headers_of(message.request_headers)
         config = message.protocol_config if message.HasField("protocol_config") else None
         return cls(
@@ -70,7 +70,7 @@ def status_of(message: Any) -> int:
 
 
 def _subset(message: Any) -> frozenset[str] | None:
-    """Return the allowed endpoints: a list of texts, or one text with commas. Another type allows none."""
+    """Return the allowed endpoints: a list of texts, or one text with commas. A value of another type allows none."""
     value = _value(message, *SUBSET)
     if value is None:
         return None

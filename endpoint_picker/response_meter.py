@@ -1,11 +1,11 @@
-"""Output tokens of a response that passes by, for tenants' limits and the fair queue."""
+"""Counts the output tokens of a response that passes through, for tenants' limits and the fair queue."""
 
 from __future__ import annotations
 
 import re
 
 TAIL_BYTES = 8192
-"""Bytes at the end of a response among which its usage is looked for."""
+"""Bytes at the end of a response that are searched for its usage."""
 _EVENT = b"\ndata: {"
 _OUTPUT = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
@@ -34,7 +34,7 @@ class ResponseMeter:
 
     @property
     def cached(self) -> int | None:
-        """Return the prompt tokens that the engine reused; None if it does not say."""
+        """Return the prompt tokens that the engine reused; None if it does not report them."""
         return _last(_CACHED, self._tail)
 
 

@@ -1,4 +1,4 @@
-"""gRPC servers of an endpoint picker: external processing, and health."""
+"""gRPC servers of an endpoint picker: Envoy's external processing, and health checks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from kvferry.runtime.tls import server_tls
 log = logging.getLogger(__name__)
 
 READY_SERVICES = ("", "readiness", METHOD[0])
-"""Health services that tell whether requests are taken."""
+"""Health services that report whether requests are accepted."""
 LIVENESS = "liveness"
-"""Health service that tells whether the process runs."""
+"""Health service that reports whether the process runs."""
 LOOK_S = 0.2
-"""Interval at which readiness is looked at, in seconds."""
+"""Interval between checks of readiness, in seconds."""
 KEEPALIVE_S = 20.0
-"""Silence of a gateway's connection after which it is asked whether it lives, in seconds."""
+"""Silence of a gateway's connection after which a keepalive ping is sent, in seconds."""
 SPARE_STREAMS = 64
-"""Streams accepted beyond twice the requests in progress, which have the rest wait or refused with a status."""
+"""Streams beyond twice the requests in progress, so that excess requests can wait or be refused with a status."""
 SPARE_BYTES = 1 << 20
-"""Bytes of a message besides the body in it."""
+"""Bytes of a message besides its body."""
 
 
 class ExternalProcessor:
@@ -78,7 +78,7 @@ class HealthStates:
             await asyncio.sleep(LOOK_S)
 
     async def drain(self) -> None:
-        """Show that no requests are taken any more."""
+        """Show that no requests are accepted any more."""
         self.draining = True
         await self.show()
 
@@ -93,14 +93,14 @@ class HealthStates:
             await self.servicer.set(name, states.NOT_SERVING if why else states.SERVING)
 
     def why(self) -> str:
-        """Return why no requests are taken; empty if they are."""
+        """Return why no requests are accepted; empty if they are."""
         return "it is draining" if self.draining else self._trouble()
 
 
 class GrpcServer:
     """A gRPC server on one port.
 
-    options: of the server; streams: most calls at once, beyond which calls end with RESOURCE_EXHAUSTED."""
+    options: of the server; streams: maximum concurrent calls; more end with RESOURCE_EXHAUSTED."""
 
     def __init__(self, streams: int, options: dict[str, int]) -> None:
         self._server = grpc.aio.server(maximum_concurrent_rpcs=streams, options=[*options.items()])
@@ -127,7 +127,7 @@ class GrpcServer:
         return int(bound)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and end those in progress after the grace period at the latest."""
+        """Accept no more calls, and end those in progress within the grace period."""
         await self._server.stop(grace_s)
 
 
@@ -149,7 +149,7 @@ def processing_server(services: Services, states: HealthStates) -> GrpcServer:
 
 
 def health_server(states: HealthStates) -> GrpcServer:
-    """Return the server of health checks alone."""
+    """Return the server that only answers health checks."""
     server = GrpcServer(SPARE_STREAMS, {"grpc.so_reuseport": 0})
     server.add_health(states)
     return server

@@ -1,4 +1,4 @@
-"""Parts of an endpoint picker that its requests share."""
+"""Parts of an endpoint picker that all its requests use: models, pickers, tenants, limits and metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Services:
         metrics: RouterMetrics,
         tenant_registry: TenantRegistry,
     ) -> Services:
-        """Build the services of these models on the nodes that `nodes` follows."""
+        """Build the services for these models and the nodes that `nodes` tracks."""
         clusters = [nodes.pool(text.called) for text in texts]
         models = ServedModels(
             *(
@@ -52,5 +52,5 @@ class Services:
         return cls(settings, models, pickers, tenant_registry, metrics, limit, reader)
 
     def trouble(self) -> str:
-        """Return why this process takes no requests; empty if it does."""
+        """Return why this process accepts no requests; empty if it does."""
         return self.models.trouble

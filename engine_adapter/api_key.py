@@ -12,7 +12,7 @@ log = logging.getLogger("kvferry.adapter")
 
 
 class ApiKey:
-    """Returns the key when called; empty: the engine needs none.
+    """Key that is read when called; empty if the engine needs none.
 
     A file is read again when it changes; while it cannot be read, the last key is used. Raises ConfigError, whose
     message holds no key."""
@@ -35,7 +35,7 @@ class ApiKey:
             try:
                 self._read(self._file)
             except (ConfigError, OSError) as error:
-                log.warning("the engine's API key stays as it was: %s", error)
+                log.warning("keeping the engine's previous API key: %s", error)
         return self._key
 
     def _read(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attempts that run on an adapter, and cancellations of attempts that are still to come."""
+"""Table of the attempts that run on an adapter, and of cancellations that arrived before their attempts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvferry.protocol.messages import CancelRequest, Job
 log = logging.getLogger("kvferry.adapter")
 
 MAX_ATTEMPTS = 4096
-"""Most attempts that run or wait at once; the engine queues what it cannot run."""
+"""Maximum number of attempts that run or wait; the engine queues what it cannot run."""
 MAX_CANCELS = 4096
-"""Most cancellations that are remembered for attempts which come after them."""
+"""Maximum number of cancellations kept for attempts that have not arrived yet."""
 
 
 class RunningAttempt(Protocol):
@@ -33,7 +33,7 @@ Attempt = TypeVar("Attempt", bound=RunningAttempt)
 class AttemptTable(Generic[Attempt]):
     """Attempts by request and number, on the asyncio loop.
 
-    suspect  called with an attempt and an error for which the engine may be to blame: it returns once the engine is
+    suspect  called with an attempt and an error that the engine may have caused: it returns once the engine is
              known to be well, or never
     fail     called when an attempt fails, with its error and outcome
     over     called after each attempt"""
@@ -69,14 +69,14 @@ class AttemptTable(Generic[Attempt]):
         attempt.task.add_done_callback(lambda task: self._ended(attempt, work, task))
 
     def cancel(self, cancel: CancelRequest) -> None:
-        """Drop all attempts of a request up to the given one, also those that come later."""
+        """Drop all attempts of a request up to the given one, including those that arrive later."""
         self._cancelled[cancel.request_id] = cancel.attempt
         while len(self._cancelled) > MAX_CANCELS:
             self._cancelled.popitem(last=False)
         self._drop(lambda job: job.request_id == cancel.request_id and job.attempt <= cancel.attempt)
 
     def router_lost(self, router_id: str) -> None:
-        """Drop everything that runs for a router."""
+        """Drop all attempts of a router."""
         self._drop(lambda job: job.router_id == router_id)
 
     def _drop(self, chosen: Callable[[Job], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Attempts that run on the engine, from a router's message to the last frame on its token stream."""
+"""Attempts of an adapter's decode node: each runs a router's job on the engine and streams the output back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvferry.protocol.work import Generate
 from kvferry.worker.streams import RouterStreams
 
 TURN_S, TURN_PER_STREAM_S, MAX_TURN_S = 1e-3, 2.5e-4, 4e-3
-"""Shortest time between two frames, and by how much each stream that runs lengthens it up to the largest, in seconds.
+"""Minimum time between two frames, its increase per running stream, and its maximum, in seconds.
 
-A token waits for at most this long: of a stream that runs alone, for little more than a millisecond."""
+A token waits for at most this long; that of a single stream waits for little more than a millisecond."""
 
 
 def turn_s(streams: int) -> float:
-    """Return the shortest time between two frames while so many streams run, in seconds."""
+    """Return the minimum time between two frames for this number of running streams, in seconds."""
     return min(MAX_TURN_S, TURN_S + TURN_PER_STREAM_S * streams)
 
 
@@ -43,14 +43,14 @@ class FramePacing:
         self._is_due = False
 
     def due(self) -> None:
-        """Ask for a frame. A frame that is asked for already will do."""
+        """Ask for a frame. A frame that is already scheduled suffices."""
         if self._is_due:
             return
         self._is_due = True
         left = self._sent_at + turn_s(self._streams()) - self._clock()
         loop = asyncio.get_running_loop()
         if left <= 0:
-            loop.call_soon(self._now)  # behind the sockets that are ready now
+            loop.call_soon(self._now)  # after the sockets that are ready now
         else:
             loop.call_later(left, self._now)
 
@@ -93,11 +93,11 @@ class Attempts:
     pooling     work that generates nothing
     suspect     called when a call failed: it returns once the engine is known to be well, or never
     sent        called before each call to the engine
-    ended       called after each attempt with its job and the engine's account of cached tokens (None: unknown)
+    ended       called after each attempt with its job and the engine's number of cached tokens (None: unknown)
     counted     called with the outcome of each attempt: done, cancelled or failed
     arrived     called after each attempt whose blocks came from another engine, with its call
 
-    heard_at: when output of any call came last, in monotonic seconds. cancel, router_lost: see `AttemptTable`."""
+    heard_at: time of the last output of any call, in monotonic seconds. cancel, router_lost: see `AttemptTable`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Attempts:
             if transfer is not None:
                 begins = transfer.first_token is None
                 transfer.see(delta)
-                if begins:  # the prefill node tells the first token, which came with the blocks
+                if begins:  # the prefill node sends the first token, which came with the blocks
                     sequence = OutputSequence(transfer.job_behind(job), length)
                 delta.cached_tokens = None  # the engine counts only blocks that it had before
             if delta.cached_tokens is not None:

@@ -20,7 +20,7 @@ DEFAULT_DTYPE = "bfloat16"
 def block_bytes(facts: EngineFacts, per_token: int) -> int:
     """Return the bytes of a block. per_token: as configured; 0: from the model's config.json; 0 if unreadable.
 
-    An engine that shards the cache over devices holds as much in total."""
+    An engine that shards the cache over devices holds the same number of bytes in total."""
     if per_token:
         return per_token * facts.block_size
     try:

@@ -17,15 +17,15 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.adapter")
 
 FULL_ATTENTION = {"", "full_attention", "mla_attention", "sink_full_attention"}
-"""Kinds of attention whose blocks are reused from a chain's first block on; empty: not told."""
+"""Kinds of attention whose blocks are reused from a chain's first block on; empty: not reported."""
 DEVICE_MEDIA = {"", "GPU"}
 """Media whose blocks are in the engine's own cache, also on other devices than GPUs."""
 MAX_BLOCKS = 1 << 20
-"""Most blocks mirrored if the engine does not tell how many it has."""
+"""Maximum number of mirrored blocks if the engine does not report its total."""
 MAX_OVERCOUNT = 2
-"""Copies per block of the engine at which the count of copies must be wrong; engines tell sizes in several ways."""
+"""Copies per block of the engine at which the count of copies must be wrong; engines report sizes in several ways."""
 HELD_SLICE = 64
-"""Blocks that are hashed at once while a prompt is compared."""
+"""Number of blocks hashed per step while a prompt is compared."""
 
 
 class CacheMirror:
@@ -83,7 +83,7 @@ class CacheMirror:
                 self._store(event)
         if self._cached.copies > self._max_copies:
             self._warn.warning(
-                "the engine announced %d copies of blocks, more than it has blocks: its cache is learned anew",
+                "the engine announced %d copies of blocks, more than it can have: forgetting its cache's contents",
                 self._cached.copies,
             )
             self.forgotten += 1
@@ -101,7 +101,7 @@ class CacheMirror:
     ) -> int:
         """Return how many leading tokens of a prompt the engine can reuse. adapter: kvferry's id of it.
 
-        The last token is always computed, so a prompt that is cached as a whole counts less than a block more."""
+        The last token is always computed, so of a fully cached prompt the last token does not count."""
         size, row, before = self._block_size, b"", root_hash(self._fingerprint, namespace, adapter)
         full, extras = (len(token_ids) - 1) // size, block_extras(media, size)
         for start in range(0, full, HELD_SLICE):
@@ -150,7 +150,7 @@ class CacheMirror:
 class ExtraKeys(NamedTuple):
     """What the hashes of consecutive blocks cover.
 
-    salt    of the chain; empty: none, or not told by these blocks
+    salt    of the chain; empty: none, or not reported with these blocks
     known   number of leading blocks whose hash covers nothing else than the rest of this
     extras  media of blocks, by their place among these, as in kvferry's own hashes
     """

@@ -13,7 +13,7 @@ from kvferry.protocol.index_rows import behind
 class _Block:
     """One cached block.
 
-    place   its place among the blocks behind its parent
+    place   its position among the blocks after its parent
     hash    kvferry's own hash, known once the block was reachable; empty: not yet
     row     its row in the block index; empty while the block before it is not cached
     tokens, extras  kept while the hash is unknown; extras: see `protocol.hashing.block_hash`"""
@@ -34,7 +34,7 @@ class CachedBlocks:
 
     block_size      tokens per block
     counts_copies   whether the engine announces and removes each copy of a block, as vLLM does; otherwise a block that
-                    is announced again stays one
+                    is announced again counts once
 
     A block has a row while it and all blocks before it are cached. A block whose parent is not cached waits for it.
     rows: row → number of blocks that have it, parents before children. Time per block is constant."""
@@ -127,7 +127,7 @@ class CachedBlocks:
         return block
 
     def _reach(self, top: _Block, row_before: bytes, hash_before: bytes) -> None:
-        """Give a block its row, behind one that has a row, and all cached blocks behind it theirs."""
+        """Give a row to a block whose parent has one, and to all cached blocks after it."""
         self._show(top, row_before, hash_before)
         if top.key not in self._behind:
             return
@@ -148,7 +148,7 @@ class CachedBlocks:
             self._note(row, present=True)
 
     def _lose(self, top: _Block) -> None:
-        """Take the row of a block, and those of all blocks behind it."""
+        """Remove the row of a block, and those of all blocks after it."""
         found = [top]
         for block in found:
             found += self._behind.get(block.key, ())

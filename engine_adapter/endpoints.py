@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 
 from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.handover_client import HANDOVER_PATH, OFFER_PATH
-from kvferry.engine_adapter.handovers import Handovers
+from kvferry.engine_adapter.handover_receiver import Handovers
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.prefill_attempts import PrefillAttempts
 from kvferry.protocol.errors import Cancelled, Draining, Incompatible
@@ -28,7 +28,7 @@ class Endpoints:
         self._node_id, self._state, self._draining = node_id, state, draining
 
     def mount(self, app: FastAPI) -> None:
-        """Add the endpoints of both roles, as an elastic node has the one and then the other."""
+        """Add the endpoints of both roles, since an elastic node changes its role."""
         app.post("/attempts/prefill")(self.post_prefill)
         app.post("/attempts/generate", status_code=202)(self.post_generate)
         app.post(OFFER_PATH)(self.post_offer)
@@ -62,7 +62,7 @@ class Endpoints:
     async def post_handover(self, request: Request) -> Response:
         """Begin an attempt whose blocks another engine has; answer once they have come.
 
-        If the prefill node of a room leaves before, the attempt ends: its engine would wait for blocks of nobody."""
+        If the prefill node of a room leaves before, the attempt ends: its engine would wait for blocks in vain."""
         handover, handovers = await read_message(request, Handover), self._handovers()
         if handover.first_token != IN_ROOM:
             await handovers.take(handover)

@@ -28,19 +28,19 @@ class EngineFacts:
     """What an engine server says about itself.
 
     kind, version   such as "vllm", "0.32.0"
-    process         differs for every start of the engine; empty: it cannot be told
+    process         differs for every start of the engine; empty: unknown
     model           name or path of the model that the engine loaded
     served_names    names that its clients use
     max_model_len   longest prompt plus output in tokens
     block_size      tokens per block of its prefix cache
     total_blocks    blocks of its cache; 0: unknown
-    max_num_seqs    requests that it runs at once; 0: unknown
+    max_num_seqs    concurrent requests; 0: unknown
     arithmetic      what else two engines must share to give the same tokens, such as dtypes, in any form
     adapters        names of its LoRA adapters
     kv_events       where it publishes KV events; None: nowhere
-    exact           its answers have token ids; False: they are computed from its text, and nothing is kept exactly
+    exact           its answers have token ids; False: they are computed from its text, so no guarantee holds
     kv_transfer     how it fetches KV blocks from another engine of its kind: nixl, or rooms; empty: not at all
-    kv_role         prefill or decode, for an engine that has only this half of the work; empty: it has both"""
+    kv_role         prefill or decode, for an engine that does only this part; empty: it does both"""
 
     kind: str
     version: str
@@ -97,8 +97,8 @@ class EngineDelta:
     """New output of a call; treat it as immutable.
 
     token_ids       new tokens; a token that ends the output is among them
-    finish_reason   None, "stop" or "length"
-    cached_tokens   prompt tokens that the engine reused, as soon as it says so; None: not yet
+    finish_reason   "stop" or "length"; None: the output continues
+    cached_tokens   prompt tokens that the engine reused, as soon as it reports them; None: not yet
     prompt_logprobs with the first delta if asked for; entry 0 is None"""
 
     token_ids: tuple[int, ...]
@@ -128,7 +128,7 @@ class Engine(Protocol):
 
     @property
     def media(self) -> MeasurableMedia | None:
-        """Return the part that concerns media; None for an engine that takes text alone."""
+        """Return the part that concerns media; None for an engine that takes only text."""
         ...
 
     @property
@@ -187,17 +187,17 @@ class RoomEngine(Engine, Protocol):
     async def prefill_leg(self, call: EngineCall) -> EngineDelta:
         """Compute the prompt of a call that names a room, and its first token; return once the blocks are fetched.
 
-        Raises what `generate` raises. If it is cancelled or fails, both servers give the room up."""
+        Raises what `generate` raises. If it is cancelled or fails, both servers abandon the room."""
         ...
 
 
 @runtime_checkable
 class ElasticEngine(RoomEngine, Protocol):
-    """Client of an engine with half of the work that can change to the other half, without a new process."""
+    """Client of a prefill or decode engine that can change to the other role without a new process."""
 
     async def switch_role(self, role: str, graphs_gb: float = 0.0) -> None:
-        """Make the engine a prefill or decode engine; nothing changes if it is one, but it refuses all the same.
+        """Make the engine a prefill or decode engine; if it has the role already, only the refusals below can occur.
 
-        graphs_gb: GB of GPU memory for a decode engine's CUDA graphs; 0: the engine knows. Raises what other calls
+        graphs_gb: GB of GPU memory for a decode engine's CUDA graphs; 0: its default. Raises what other calls
         raise, and Overloaded while requests run there. After other errors the engine may have either role, or none."""
         ...

@@ -1,4 +1,4 @@
-"""Errors for what engine servers refuse or report in their answers."""
+"""Conversion of an engine server's refusals and reported failures into kvferry's errors."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ log = logging.getLogger("kvferry.adapter")
 
 HEALTH_S, LOAD_S = 0.4, 1.0
 """Seconds between two checks of the engine's health and of its load."""
-STANDS_S = 1.0
-"""Seconds without an answer after which the engine counts as standing."""
+STALLED_S = 1.0
+"""Seconds without an answer after which the engine counts as stalled."""
 SILENT_S = 15.0
 """Seconds without an answer after which the engine counts as gone."""
 
@@ -35,15 +35,15 @@ class EngineWatch:
 
     @property
     def still_s(self) -> float:
-        """Return the seconds since the engine's last answer, if it stands; 0 if it is well."""
-        return self._silent_s if self._silent_s > STANDS_S else 0.0
+        """Return the seconds since the engine's last answer, if it is stalled; 0 if it is well."""
+        return self._silent_s if self._silent_s > STALLED_S else 0.0
 
     @property
     def _silent_s(self) -> float:
         return time.monotonic() - max(self._answered_at, self._heard_at())
 
     def hears(self, heard_at: Callable[[], float]) -> None:
-        """Ask this from now on when output came last."""
+        """Use this function from now on as `heard_at`."""
         self._heard_at = heard_at
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""HTTP client of a prefill node's adapter for the adapters of decode nodes."""
+"""HTTP client by which a prefill node's adapter offers and hands over prompts to decode nodes' adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.runtime.http_connection import Connection
 from kvferry.runtime.tls import PLAIN, WorkerTls
 
 CONNECT_S, ANSWER_S = 1.0, 10.0
-"""Longest time to connect, and longest silence of the answer to an offer, in seconds."""
+"""Maximum time to connect, and to wait for the answer to an offer, in seconds."""
 OFFER_PATH, HANDOVER_PATH = "/attempts/handover/offer", "/attempts/handover"
 
 
@@ -40,7 +40,7 @@ class HandoverClient:
         return answer.ticket
 
     async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> RoomLeft | None:
-        """Hand over a prompt; return once the decode engine has its blocks. Of a room, the first token is told."""
+        """Hand over a prompt; return once the decode engine has its blocks. For a room, return the first token."""
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._call(target, HANDOVER_PATH, handover, None)

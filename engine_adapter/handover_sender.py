@@ -1,4 +1,4 @@
-"""Handover of computed prompts from a prefill node's adapter to those of decode nodes."""
+"""Sending side of handovers: a prefill node's adapter hands computed prompts to adapters of decode nodes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvferry.protocol.process_names import NodeName
 class PinnedBlocks:
     """Prompts whose blocks an engine keeps until they are fetched, or for `lease_s` seconds.
 
-    Nobody can give them back: an attempt that is cancelled behind its prefill keeps its blocks as long as the lease."""
+    Nothing can release them earlier: an attempt cancelled after its prefill keeps its blocks until the lease ends."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_s, self._clock, self._numbers = lease_s, clock, itertools.count()
         self._held: OrderedDict[int, tuple[float, int]] = OrderedDict()
 
     def pin(self, blocks: int) -> int:
-        """Note blocks that are kept from now on; return a number by which to release them."""
+        """Record blocks that are kept from now on; return a number by which to release them."""
         number = next(self._numbers)
         self._held[number] = (self._clock() + self._lease_s, blocks)
         return number
@@ -55,7 +55,7 @@ class PinnedBlocks:
 
 
 ROOM_S = 300.0
-"""Longest time for which two engines meet in a room, in seconds: they give it up themselves after that."""
+"""Maximum duration of a room, in seconds: the two engines abandon it themselves after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class KeptPrompt:
     """A prompt whose blocks the engine keeps.
 
     length       in tokens
-    first_token  drawn behind it
+    first_token  drawn after it
     reference    see EngineCall; empty: the engine gave none
     ended        when the engine's answer came, in monotonic seconds
-    suspended_s  how long this process was suspended during the call: the answer may have come so much earlier
+    suspended_s  how long this process was suspended during the call: the answer may have come that much earlier
     number       by which the blocks are pinned"""
 
     length: int
@@ -102,7 +102,7 @@ class HandoverSender:
         self.pinned = PinnedBlocks(blocks.lease_s)
 
     async def offer(self, job: Job, target: DecodeTarget) -> Ticket:
-        """Return a ticket of the decode node. Raises an error that tells routers who is at fault."""
+        """Return a ticket of the decode node. Raises an error from which routers know which node failed."""
         try:
             ticket = await self._client.offer(
                 target, HandoverOffer(job.request_id, job.attempt, self._name, target.epoch)
@@ -150,13 +150,13 @@ class HandoverSender:
         finally:
             self.pinned.fetched(number)
         if left is None:
-            raise TransferFailed(f"{target.node_id} does not tell the first token of a room")
+            raise TransferFailed(f"{target.node_id} did not return the first token of a room")
         seconds, size = time.monotonic() - began, blocks * self._blocks.bytes
         return ShipDone(job.request_id, job.attempt, blocks, size, seconds, seconds), left.first_token
 
 
 def of_decode(error: KvferryError) -> KvferryError:
-    """Return the error by which routers know who is at fault for what a decode node answered."""
+    """Convert an error of a decode node into one from which routers know which node failed."""
     if isinstance(error, NodeLost | TransferFailed | Incompatible | Cancelled):
         return error
     return GrantRefused(error.message, retry_after=error.retry_after)

@@ -28,15 +28,15 @@ from kvferry.runtime.tls import PLAIN
 log = logging.getLogger("kvferry.adapter")
 
 CONNECT_S, ANSWER_S = 2.0, 10.0
-"""Longest time to connect and longest silence of a short answer, in seconds."""
+"""Maximum time to connect, and to wait for a short answer, in seconds."""
 HEALTH_S = 2.0
-"""Longest silence of a health check, in seconds."""
+"""Maximum time to wait for a health check, in seconds."""
 MAX_IDLE = 64
-"""Largest number of idle connections."""
+"""Maximum number of idle connections."""
 LARGE_BYTES = 2**20
 """Length in bytes from which an answer is read by a parser that is faster for long texts."""
 MAX_EVENT_BYTES = 64 * 2**20
-"""Longest event or answer in bytes."""
+"""Maximum size of an event or answer, in bytes."""
 
 
 class EventDecoder:
@@ -111,7 +111,7 @@ class EngineHttp:
 
     Every call raises NodeDied if the connection breaks or is refused, NodeLost if the server does not answer, and the
     error of `refusal` if it refuses. A cancelled call closes its connection. api_key: returns the key that is sent as a
-    bearer token, asked for each call; empty: none."""
+    bearer token, read for each call; empty: none."""
 
     def __init__(self, url: str, api_key: Callable[[], str] = str) -> None:
         parts = urlsplit(url)
@@ -154,7 +154,7 @@ class EngineHttp:
         return (await self._whole(f"GET {self._path}{path}", b"", silence_s)).decode("utf-8", "replace")
 
     async def health(self) -> None:
-        """Return if GET /health succeeds. Raises NodeDied if the server says that it is not well."""
+        """Return if GET /health succeeds. Raises NodeDied if the server reports that it is not well."""
         try:
             await self.text("/health", HEALTH_S)
         except (Overloaded, StepFailed) as error:
@@ -223,7 +223,7 @@ class EngineHttp:
 
 
 def _event(data: bytes) -> Any:
-    """Return the JSON of an event. The fast parser knows no halves of surrogate pairs, which texts may be cut into."""
+    """Return the JSON of an event. The fast parser rejects halves of surrogate pairs, which texts may be cut into."""
     try:
         return from_json(data)
     except ValueError:
@@ -236,4 +236,4 @@ def _json(data: bytes) -> Any:
             return from_json(data)
         return json.loads(data) if data else None
     except ValueError as error:
-        raise NodeLost(f"the engine's answer is no JSON: {error}") from error
+        raise NodeLost(f"the engine's answer is not JSON: {error}") from error

@@ -17,7 +17,7 @@ def model_name(facts: EngineFacts) -> str:
 
 
 def first_role(facts: EngineFacts, role: str, *, elastic: bool) -> str:
-    """Return the role in which a node joins that was started as `role`.
+    """Return the role in which a node that was started as `role` joins.
 
     An elastic one takes its engine's current role, which outlives an adapter. Raises ConfigError if it cannot."""
     if elastic and not facts.kv_role:
@@ -29,7 +29,7 @@ def first_role(facts: EngineFacts, role: str, *, elastic: bool) -> str:
 
 
 def require_role(facts: EngineFacts, role: str) -> None:
-    """Raise ConfigError if an engine that has half of the work, or all of it, cannot serve as a node of this role."""
+    """Raise ConfigError if the engine, given its --disaggregation-mode, cannot serve as a node of this role."""
     if facts.kv_role and facts.kv_role != role:
         raise ConfigError(f"the engine runs with --disaggregation-mode {facts.kv_role}: start its adapter with "
                           f"--role {facts.kv_role}", param="role")  # fmt: skip
@@ -41,7 +41,7 @@ def fingerprint(facts: EngineFacts, revision: str, transfer: str = "") -> str:
     """Return the fingerprint: engines that share it continue each other's streams, and transfer blocks.
 
     It is 32 hex digits over kind and version of the engine, model, revision, arithmetic, block size and wire version.
-    An engine does not tell what weights it loaded, so `revision` comes from the operator. transfer: how engines fetch
+    Engines do not report which weights they loaded, so `revision` comes from the operator. transfer: how engines fetch
     blocks from each other; NIXL does not connect two that were started with different paths of a model."""
     fields = [
         facts.kind, facts.version, model_name(facts), revision, facts.arithmetic, facts.block_size, WIRE_VERSION
@@ -52,7 +52,7 @@ def fingerprint(facts: EngineFacts, revision: str, transfer: str = "") -> str:
 
 
 def adapter_names(facts: EngineFacts, revision: str) -> tuple[AdapterName, ...]:
-    """Return the engine's LoRA adapters. An engine does not tell their contents: the id covers name and revision."""
+    """Return the engine's LoRA adapters. An engine does not report their contents: the id covers name and revision."""
     return tuple(
         AdapterName(name, hashlib.sha256(f"{facts.kind}|{revision}|{name}".encode()).hexdigest()[:32])
         for name in facts.adapters

@@ -31,9 +31,9 @@ class BlocksStored:
     token_ids   tokens of all of them, in order
     block_size  tokens per block
     lora        name of a LoRA adapter; empty: none
-    extra_keys  per block what else its hash covers, in vLLM's form; may be shorter than `keys`
+    extra_keys  what else the hash of each block covers, in vLLM's form; may be shorter than `keys`
     salt        salt of the chain, as a field of the event (SGLang)
-    group, kind, medium  cache group, kind of its attention, and where the blocks are; empty: not told"""
+    group, kind, medium  cache group, kind of its attention, and where the blocks are; empty: not reported"""
 
     keys: list[BlockKey]
     parent: BlockKey | None
@@ -85,11 +85,11 @@ class MalformedBatch(ValueError):
 def decode(payload: bytes) -> EventBatch:
     """Return the events of a payload. Raises MalformedBatch.
 
-    Stored blocks that cannot be read are left out and counted: nothing wrong follows from missing them."""
+    Stored blocks that cannot be read are skipped and counted: missing them does no harm."""
     try:
         sent_at, events, *_ = msgpack.unpackb(payload, strict_map_key=False)
         if not isinstance(events, list):
-            raise TypeError("events are no list")
+            raise TypeError("events are not a list")
         batch, unknown, malformed = list[KvEvent](), 0, 0
         for event in events:
             kind, fields = _named(event)

@@ -18,7 +18,7 @@ log = logging.getLogger("kvferry.adapter")
 
 POLL_S = 2.0
 """Seconds of silence after which the newest batch is asked for again: an engine that then has another one there
-restarted, and one behind it was lost."""
+restarted, and if it has a later one, that was lost."""
 
 
 class EventWire(Protocol):
@@ -34,7 +34,7 @@ class EventWire(Protocol):
         ...
 
     def ask(self, start: int) -> AsyncGenerator[tuple[int, bytes] | None, None]:
-        """Yield batches from `start` on that the engine still has; None stands behind a whole answer."""
+        """Yield batches from `start` on that the engine still has; None follows a complete answer."""
         ...
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class EventWire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Everything known from events may be wrong. restarted: the engine's numbers began again, so it is a new engine."""
+    """Everything known from events may be wrong. restarted: the numbers began again, so it is a new engine process."""
 
     reason: str
     restarted: bool = False
@@ -114,7 +114,7 @@ class KvEvents:
             self._wire.close()
 
     def _take(self, number: int, payload: bytes) -> list[EventBatch | Reset]:
-        """Return what follows from a batch that is next, or old."""
+        """Return what follows from a batch that is the next one, or an old one."""
         try:
             batch = decode(payload)
         except MalformedBatch as error:
@@ -129,7 +129,7 @@ class KvEvents:
         self.counters.batches += 1
         if batch is None:
             self.counters.unread += 1
-            return [self._reset(f"batch {number} cannot be read: {fault}")]
+            return [self._reset(f"batch {number} is unreadable: {fault}")]
         self._last_at = batch.sent_at
         if number == 0:
             self._first_at = batch.sent_at
@@ -142,9 +142,9 @@ class KvEvents:
         return [batch]
 
     async def _catch_up(self) -> AsyncGenerator[EventBatch | Reset, None]:
-        """Ask for everything behind the newest batch until the engine has no more; yield it.
+        """Ask for all batches after the newest one until the engine has no more, and yield them.
 
-        The newest one is asked for, too: it shows whether the numbers are still the same engine's."""
+        The newest one is requested again, too: it shows whether the numbers are still those of the same process."""
         while self._wire.repeats:
             begun, answered, ended = self._next, False, False
             async with aclosing(self._wire.ask(max(0, (begun or 0) - 1))) as answer:
@@ -176,7 +176,7 @@ class KvEvents:
                 return
 
     def _restarted(self, number: int, sent_at: float) -> bool:
-        """Return whether a batch with an old number is a new one: then another process counts."""
+        """Return whether a batch with an old number is a new one: then another process numbers them."""
         return sent_at > self._last_at or (number == 0 and self._first_at not in (0.0, sent_at))
 
     def _begin_again(self, reason: str) -> Reset:
@@ -186,7 +186,7 @@ class KvEvents:
 
     def _reset(self, reason: str, *, restarted: bool = False) -> Reset:
         self.counters.resets += 1
-        self._warn.warning("the engine's cache is learned anew from its KV events: %s", reason)
+        self._warn.warning("forgetting what is known of the engine's cache: %s", reason)
         return Reset(reason, restarted)
 
 

@@ -1,4 +1,4 @@
-"""Rates of an engine, learned from its answers."""
+"""Moving averages of an engine's prefill, decode and transfer rates, learned from its answers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class LearnedRates:
         self._streams: StreamRates | None = None
 
     def first_token(self, computed: int, seconds: float, *, alone: bool) -> None:
-        """Learn from a prompt of which `computed` tokens were computed, until its first token.
+        """Learn from the seconds to the first token of a prompt with `computed` computed tokens.
 
-        alone: nothing else ran or waited; otherwise the time says more about the others."""
+        alone: nothing else ran or waited; otherwise the time depends mostly on the other requests."""
         if alone and computed >= LEAST_TOKENS and seconds > 0:
             self._learn(computed / seconds, self.rates.step_s)
 
     def stream(self, tokens: int, seconds: float, *, streams: int) -> None:
-        """Learn from the tokens of a stream behind its first one. streams: that ran when it ended, itself included."""
+        """Learn from a stream's tokens after the first. streams: number running when it ended, including itself."""
         if tokens <= 0 or seconds <= 0:
             return
         self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)

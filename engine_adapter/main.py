@@ -1,4 +1,4 @@
-"""Entry point of `kvferry adapt`."""
+"""Entry point of `kvferry adapt`: runs one engine server as a node of the cluster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ENGINES: dict[str, Callable[[EngineHttp], Engine]] = {
     "sglang": SglangEngine,
     "llamacpp": LlamaCppEngine,
 }
-"""Clients by the value of --engine, beside openai."""
+"""Clients by the value of --engine; openai is made apart."""
 
 
 async def serve_adapter(settings: AdapterSettings) -> None:
     """Run an adapter until SIGTERM or SIGINT, or until its engine ends. Raises ConfigError when it cannot start.
 
-    If the engine ends, the process ends with exit status 1 at once: to routers its node has died."""
+    If the engine ends, the process ends with exit status 1 at once, so that routers see a dead node."""
     if settings.role == "prefill" and (settings.engine not in ("vllm", "sglang") or settings.kv_transfer == "none"):
         raise ConfigError("only vLLM's and SGLang's prompts can be computed for another engine", param="role")
     engine = engine_client(settings.engine, settings.url, settings, settings.tokenizer)

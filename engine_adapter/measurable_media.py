@@ -1,4 +1,4 @@
-"""Interface to media of another server's engine, which is measured against its own chat when it joins."""
+"""Interface to the media of another server's engine, which an adapter compares with the engine's own chat."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class MeasurableMedia(MediaEngine, Protocol):
     """The part of an engine's client that concerns media. Its calls raise what those of `engine.Engine` raise."""
 
     async def answer(self, chat: bytes, tokens: int, cache_salt: str) -> tuple[int, ...]:
-        """Return so many greedy tokens that the engine answers a chat with, asked by its OpenAI API."""
+        """Return `tokens` greedy tokens with which the engine's OpenAI API answers a chat."""
         ...

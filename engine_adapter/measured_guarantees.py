@@ -1,4 +1,4 @@
-"""Measurement of what an engine keeps, when its adapter joins: resumption, replay, and independence of the batch."""
+"""Measures, when an adapter joins, which guarantees its engine keeps: resumption, replay, batch independence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Measurement:
         """Return the names of `protocol.lease.GUARANTEES` that held."""
         kept: list[str] = []
         if not self._exact:
-            log.info("the engine sends text alone: it keeps nothing exactly")
+            log.info("the engine sends only text: no guarantee holds")
             return ()
         for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
             whole = await self._tokens(params)
@@ -60,7 +60,7 @@ class Measurement:
         return tuple(kept)
 
     async def rates(self) -> Rates:
-        """Return the first rates: of prompts that are not cached, and of streams that run alone. The fastest counts."""
+        """Return the first rates: of uncached prompts, and of single streams. The fastest run counts."""
         first_s, step_s = math.inf, math.inf
         for shift in RATED:
             began, times = time.monotonic(), await self._times(shift)
@@ -83,7 +83,7 @@ class Measurement:
             if prefilled.reference:
                 return
         raise ConfigError(
-            "the engine gives no references to the blocks of a prompt, which a prefill node needs: start vLLM with "
+            "the engine returns no references to the blocks of a prompt, which a prefill node needs: start vLLM with "
             "--kv-transfer-config and a NixlConnector",
             param="role",
         )

@@ -1,4 +1,4 @@
-"""Measurement of the media that an engine reads, when its adapter joins.
+"""Measures, when an adapter joins, which media its engine reads, and whether it transcribes.
 
 A modality counts if the engine makes a prompt of it, and generates from that prompt the tokens that its own chat
 endpoint answers with. So an engine whose token interface loses a part of an image takes no images."""
@@ -27,7 +27,7 @@ SIDE, FRAMES = 64, 4
 RATE, SECONDS = 16_000, 1
 """Samples per second of the audio, and its length."""
 TOKENS = 8
-"""Tokens that are compared."""
+"""Number of tokens compared."""
 
 
 async def measured_modalities(engine: Engine) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ async def measured_modalities(engine: Engine) -> tuple[str, ...]:
     kept = [modality for modality in MODALITIES if await _reads(engine, engine.media, modality)]
     if await _transcribes(engine.media):
         kept.append(TRANSCRIPTION)
-    log.info("measured: prompts may hold %s", ", ".join(kept) or "text alone")
+    log.info("measured: prompts may hold %s", ", ".join(kept) or "only text")
     return tuple(kept)
 
 
@@ -62,12 +62,12 @@ async def _reads(engine: Engine, media: MeasurableMedia, modality: str) -> bool:
         log.info("the engine takes no %s: %s", modality, error.message)
         return False
     if tuple(given) != due:
-        log.warning("prompts may hold no %s: the engine's token interface answers otherwise than its chat", modality)
+        log.warning("prompts may hold no %s: the engine's token interface answers differently from its chat", modality)
     return tuple(given) == due
 
 
 async def _transcribes(media: MeasurableMedia) -> bool:
-    """Return whether the engine answers for a tone, whatever it hears in it."""
+    """Return whether the engine transcribes a tone, whatever the text."""
     asked, heard = SpeechRequest(False, (("response_format", "json"),), "tone.wav", _wav()), bytearray()
     try:
         await media.transcribe(asked, lambda content_type: None, heard.extend)

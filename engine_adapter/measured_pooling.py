@@ -1,4 +1,4 @@
-"""Measurement of the vectors that an engine makes of prompts, when its adapter joins."""
+"""Measures, when an adapter joins, whether its engine embeds or classifies, and how it scales vectors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LENGTHS = (5, 24)
 GUARANTEES: dict[PoolingTask, str] = {"embed": "embeds", "classify": "classifies"}
 """Names of the tasks among `protocol.lease.GUARANTEES`."""
 UNIT = 1e-3
-"""Largest deviation from 1 of the length of a vector that was scaled to it: bfloat16 has no more digits."""
+"""Maximum deviation from 1 of the length of a vector that was scaled to it: bfloat16 has no more digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPooling:
-    """What an engine makes of prompts. tasks: what it can. scaled: its vectors have length 1, whatever is asked for."""
+    """Pooling of an engine. tasks: those that it can do. scaled: its vectors have length 1, whatever is asked for."""
 
     tasks: tuple[PoolingTask, ...] = ()
     scaled: bool = False
@@ -37,7 +37,7 @@ class MeasuredPooling:
 
 
 NO_POOLING = MeasuredPooling()
-"""Of an engine that only generates."""
+"""Value for an engine that only generates."""
 
 
 async def measured_pooling(engine: Engine) -> MeasuredPooling:

@@ -1,4 +1,4 @@
-"""An adapter's view of its engine's cache: the mirror, the task that feeds it, and how near it was."""
+"""Mirror of an engine's cache with the task that feeds it from KV events, and a measure of its accuracy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvferry.protocol.messages import Job
 from kvferry.runtime import background
 
 MAX_CALLS = 8192
-"""Most calls whose end is waited for; the oldest ones are forgotten."""
+"""Maximum number of calls in flight that are compared; the oldest ones are forgotten."""
 MISSES = 3
-"""Calls in a row that found nothing of what the mirror held: so many do not come from evictions."""
+"""Consecutive calls that reused none of what the mirror held; evictions do not explain that many."""
 
 
 class MirrorAccuracy:
@@ -28,7 +28,7 @@ class MirrorAccuracy:
     predicted   prompt tokens that the mirror held, over all of them
     actual      prompt tokens that the engine reused
     difference  sum of the absolute differences, in tokens
-    misses      newest calls in a row for which the mirror held blocks, and the engine reused nothing"""
+    misses      consecutive latest calls for which the mirror held blocks, but the engine reused nothing"""
 
     def __init__(self, mirror: CacheMirror) -> None:
         self._mirror = mirror
@@ -51,7 +51,7 @@ class MirrorAccuracy:
         return held
 
     def ended(self, call: Hashable, cached_tokens: int | None) -> None:
-        """Compare a call that ended. cached_tokens: what the engine says; None: it said nothing."""
+        """Compare a call that ended. cached_tokens: as the engine reports; None: it did not."""
         found = self._expected.pop(call, None)
         if found is None or cached_tokens is None:
             return
@@ -60,7 +60,7 @@ class MirrorAccuracy:
         self.predicted += expected
         self.actual += cached_tokens
         self.difference += abs(expected - cached_tokens)
-        if expected and clears == self._mirror.clears:  # else the engine has told of the reset meanwhile
+        if expected and clears == self._mirror.clears:  # else the engine has reported the reset meanwhile
             self.misses = 0 if cached_tokens else self.misses + 1
 
     @property
@@ -126,12 +126,12 @@ class Mirroring:
         self.accuracy.sent((job.request_id, job.attempt), call.token_ids, job.namespace, job.adapter, job.media)
 
     def ended(self, job: Job, cached: int | None) -> None:
-        """Compare a call's end with what the mirror held, and forget everything if the engine has nothing of it.
+        """Compare a call's end with what the mirror held, and forget everything if the engine no longer has it.
 
-        An engine that drops its cache while it is idle tells it with its next step, and that event may be lost."""
+        An engine that drops its cache while it is idle reports that with its next step, and that event may be lost."""
         self.accuracy.ended((job.request_id, job.attempt), cached)
         if self.accuracy.is_stale:
-            log.warning("the engine reused nothing of what its KV events told: its cache is learned anew")
+            log.warning("the engine reused nothing of what its KV events announced: forgetting its cache's contents")
             self._events.counters.resets += 1
             self.accuracy.misses = 0
             self.mirror.forget()

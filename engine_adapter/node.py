@@ -1,7 +1,7 @@
 """Lifecycle of an adapter: it waits for its engine, measures it, joins, serves and drains.
 
 It lives as long as its engine's process does: a new engine is a new epoch, so that no router and no row of the block
-index takes one for the other. An elastic node takes a new epoch with each role."""
+index confuses the two. An elastic node takes a new epoch with each role."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvferry.worker.membership import LAST_WORD_S
 log = logging.getLogger("kvferry.adapter")
 
 PRIORITY = -5
-"""Niceness that an adapter asks for: an engine that spins on all cores must not cost it its signs of life."""
+"""Niceness that an adapter asks for: an engine that spins on all cores must not delay its heartbeats."""
 
 
 class AdapterNode:
@@ -62,7 +62,7 @@ class AdapterNode:
         )  # fmt: skip
 
     async def run(self, stop: StopSignal) -> bool:
-        """Serve until asked to stop; return False if the engine ended before.
+        """Serve until asked to stop; return False if the engine ended first.
 
         Raises ConfigError if the engine cannot be used, or was not ready in time."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
@@ -114,7 +114,7 @@ class AdapterNode:
         )
 
     async def _drain(self, state: NodeState, gone: asyncio.Task[bool], stop: StopSignal) -> None:
-        """Take nothing new, let running attempts finish, leave. They go on elsewhere once the limit is over."""
+        """Take no new work, let running attempts finish, deregister. After the limit they continue on other nodes."""
         may_wait = stop.patience(self._settings.drain_timeout)
         await state.membership.relief(lambda: may_wait() and state.streams.followed and not gone.done())
         self.draining = True

@@ -1,4 +1,4 @@
-"""States of an adapter: how it waits for its engine, and what it makes of it when it starts or takes another role."""
+"""Builds an adapter's state at start and after a role change: waits for the engine, measures it, takes an epoch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from kvferry.worker.streams import RouterStreams
 log = logging.getLogger("kvferry.adapter")
 
 LOOK_S = 0.5
-"""Seconds between two looks for an engine that is not ready yet."""
+"""Seconds between two checks of an engine that is not ready yet."""
 
 
 @dataclass
 class NodeLoading:
-    """Makes the states of one node, each with an epoch of its own. draining: returns whether it takes no new work.
+    """Makes the states of one node, each with a new epoch. draining: returns whether it takes no new work.
 
     adapter_metrics: of the current state, as its role is a label of all metrics."""
 
@@ -78,7 +78,7 @@ class NodeLoading:
         return state
 
     async def next(self, before: NodeState, role: str) -> NodeState:
-        """Return the state of a node whose engine has changed its role; that before must have ended."""
+        """Return the state of a node whose engine has changed its role; the state before must have ended."""
         state = await self._state(await self.engine.facts(), role, before.watch)
         state.role_at, state.continued = time.monotonic(), before.continued
         return state
@@ -127,7 +127,7 @@ class NodeLoading:
                     log.info("waiting for the engine: %s", error)
                 told = error.message
             if time.monotonic() > deadline:
-                raise ConfigError(f"the engine was not ready in {self.settings.engine_timeout:g} s: {told}")
+                raise ConfigError(f"the engine was not ready within {self.settings.engine_timeout:g} s: {told}")
             await asyncio.sleep(LOOK_S)
 
 
@@ -157,16 +157,16 @@ class MeasuredEngine(NamedTuple):
 
 
 NO_PREFILL = Rates(prefill_tokens_per_s=0.1)
-"""Rates of an engine that only decodes: routers take it for a node where prompts take for ever."""
+"""Rates of an engine that only decodes: to routers it is a node that computes prompts very slowly."""
 
 
 async def measured_engine(engine: Engine, *, exact: bool = True, media: bool, kv_role: str = "") -> MeasuredEngine:
     """Measure an idle engine. exact, kv_role: see EngineFacts; media: whether to measure those. Raises what it raises.
 
-    An engine with half of the work alone cannot generate: nothing is known of it but the rate of its prompts.
+    An engine that only computes prompts or only decodes cannot generate: only its prompt rate is known.
 
-    A model that transcribes may take no prompts without audio, and one that embeds may generate nothing: it keeps
-    nothing, and its rates are unknown."""
+    A model that transcribes may take no prompts without audio, and one that embeds may generate nothing: it has
+    no guarantees, and its rates are unknown."""
     if kv_role == "decode":
         return MeasuredEngine((), (), NO_PREFILL)
     if kv_role == "prefill":

@@ -1,4 +1,4 @@
-"""Construction of an adapter's attempts, by its role."""
+"""Builds an adapter's attempts for its role: prefills, prefills in rooms, or decodes with handovers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.engine import Engine, RoomEngine, TransferEngine
 from kvferry.engine_adapter.handover_client import HandoverClient
+from kvferry.engine_adapter.handover_receiver import Handovers
 from kvferry.engine_adapter.handover_sender import BlockFacts, HandoverSender
-from kvferry.engine_adapter.handovers import Handovers
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.pooling_work import PoolingWork
@@ -96,7 +96,7 @@ class NodeParts:
         return attempts
 
     def _exact(self, job: Job) -> bool:
-        """Return whether two engines of this kind draw the same token from the same blocks, whatever else they run."""
+        """Return whether two engines of this kind draw the same token from the same blocks, in any batch."""
         kept = self.state.guarantees
         return "batch_invariant" in kept and (job.params.temperature == 0 or "seeded_replay" in kept)
 

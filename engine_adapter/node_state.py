@@ -1,4 +1,4 @@
-"""State of an adapter whose engine is known: its parts, and the lease that follows from them."""
+"""State of an adapter that has found its engine: its parts, its load, and the lease that it publishes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.block_bytes import block_bytes
 from kvferry.engine_adapter.engine import EngineCall, EngineFacts, KvEventSource
 from kvferry.engine_adapter.engine_watch import EngineWatch
-from kvferry.engine_adapter.handovers import Handovers
+from kvferry.engine_adapter.handover_receiver import Handovers
 from kvferry.engine_adapter.identity import adapter_names, fingerprint, model_name
 from kvferry.engine_adapter.measured_pooling import NO_POOLING, MeasuredPooling
 from kvferry.engine_adapter.mirroring import Mirroring
@@ -33,19 +33,19 @@ from kvferry.worker.streams import RouterStreams
 log = logging.getLogger("kvferry.adapter")
 
 ASSUMED_SEQS = 256
-"""Requests that an engine is taken to run at once if it does not say."""
+"""Concurrent requests assumed for an engine that does not report its limit."""
 
 
 @dataclass(slots=True)
 class ContinuedStreams:
-    """Counts of streams that came from other nodes with tokens. swallowed: tokens that replays compute again."""
+    """Counts of streams continued after another node's tokens. swallowed: tokens computed again, not delivered."""
 
     resumed: int = 0
     replayed: int = 0
     swallowed: int = 0
 
     def sent(self, delivered: int, *, resumed: bool) -> None:
-        """Count a call to the engine for a stream of which so many tokens were delivered."""
+        """Count a call to the engine for a stream with `delivered` tokens."""
         if resumed:
             self.resumed += 1
         else:
@@ -57,7 +57,7 @@ class ContinuedStreams:
 class NodeState:
     """Parts of an adapter that has found its engine.
 
-    settings: with the role that the node has now. role_at: when it took it, in monotonic seconds; 0: at its start.
+    settings: include the current role. role_at: when the node took it, in monotonic seconds; 0: at its start.
     mirroring: None for an engine without KV events. handovers: None for one that fetches no blocks from others.
     pooled_by: see `PoolingWork`."""
 
@@ -83,7 +83,7 @@ class NodeState:
     def __post_init__(self) -> None:
         told, known = self.settings.kv_transfer, self.facts.kv_transfer
         if told == "auto" and self.settings.role == "prefill":
-            known = known or "nixl"  # it was measured: the node would not have joined without
+            known = known or "nixl"  # measured at start; a node without it does not join
         self.transfer = known if told == "auto" else told.replace("none", "")
         self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
         (given,) = split_names(self.settings.served_model_name, 1)
@@ -102,7 +102,7 @@ class NodeState:
 
     @property
     def kv_events(self) -> KvEventSource | None:
-        """Return where the engine publishes KV events: as the settings say, else as the engine does."""
+        """Return where the engine publishes KV events: from the settings, else as the engine reports."""
         if self.settings.kv_events:
             return KvEventSource(self.settings.kv_events, self.settings.kv_events_replay)
         return self.facts.kv_events
@@ -115,7 +115,7 @@ class NodeState:
     def follow_events(self) -> None:
         """Begin to mirror the engine's cache, if it publishes KV events. Raises ConfigError without pyzmq."""
         if (source := self.kv_events) is None:
-            log.warning("the engine publishes no KV events: only what was sent to it is known of its cache")
+            log.warning("the engine publishes no KV events: its cache is known only from what was sent to it")
             return
         self.mirroring = Mirroring(
             self.facts,
@@ -146,7 +146,7 @@ class NodeState:
 
     @property
     def load(self) -> Load:
-        """Return the load in kvferry's terms. What the engine runs for others counts, too."""
+        """Return the load in kvferry's terms. Includes requests of other clients of the engine."""
         told, total = self.watch.load, self.total_blocks
         pinned = self.attempts.pinned.blocks if isinstance(self.attempts, PrefillAttempts) else 0
         active = min(total, max(pinned, round(told.cache_usage * total)))
@@ -164,15 +164,15 @@ class NodeState:
 
     @property
     def pressure(self) -> float:
-        """Return how many decode nodes the engine's requests would fill; 0 for a prefill node.
+        """Return the number of decode nodes that the engine's requests would fill; 0 for a prefill node.
 
-        An engine does not tell how long its queue waits, so each waiting request counts in full."""
+        An engine does not report how long requests wait, so each waiting request counts in full."""
         if self.settings.role != "decode":
             return 0.0
         return decode_pressure(self.load, self.facts.max_num_seqs or ASSUMED_SEQS, latency=0.0, waits_s=WAIT_S)
 
     async def end(self) -> None:
-        """End what this node does in its role: canaries, mirror, lease and token streams. The watch goes on."""
+        """End this role's parts: canaries, mirror, lease and token streams. The engine is still watched."""
         if self.canary is not None:
             self.canary.stop()
         if self.mirroring is not None:

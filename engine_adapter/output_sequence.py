@@ -1,7 +1,7 @@
-"""Output of one attempt: numbers the engine's tokens, and swallows those that were delivered before.
+"""Output of one attempt: numbers the engine's tokens, and drops those already delivered after comparing them.
 
-An attempt that continues a stream gets the prompt and the delivered tokens. Where the engine keeps it, it goes on
-behind them. Otherwise the engine computes the whole output again; what it repeats is compared and swallowed."""
+An attempt that continues a stream gets the prompt and the delivered tokens. An engine with that guarantee continues
+after them. Otherwise the engine computes the whole output again; what it repeats is compared and dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.protocol.prefix_reuse import Reuse
 
 
 def resumes(job: Job, guarantees: tuple[str, ...]) -> bool:
-    """Return whether the engine can go on behind the delivered tokens with the tokens of an undisturbed run.
+    """Return whether the engine can continue after the delivered tokens exactly as an undisturbed run would.
 
     Penalties on the output's tokens forget what was delivered, as do banned sequences of several tokens, and a grammar
     starts at its root: those are replayed."""
@@ -27,7 +27,7 @@ def resumes(job: Job, guarantees: tuple[str, ...]) -> bool:
 
 
 def length_of(job: Job, guarantees: tuple[str, ...]) -> int:
-    """Return how many of the job's tokens its call begins with: all, or the prompt alone if the rest is replayed."""
+    """Return the number of the job's tokens in its call: all, or only the prompt if the rest is replayed."""
     return len(job.token_ids) if len(job.token_ids) > job.prompt_len and resumes(job, guarantees) else job.prompt_len
 
 
@@ -54,7 +54,7 @@ class OutputSequence:
         self._ending = frozenset(job.params.ending_token_ids)
 
     def push(self, delta: EngineDelta) -> TokenDelta | None:
-        """Return the delta for the router; None if it brings nothing new.
+        """Return the delta for the router; None if there is nothing new.
 
         Raises ReplayDiffers where a repeated token differs from the delivered one, or the output ends before it."""
         tokens, logprobs, start = delta.token_ids, delta.logprobs, self._index
@@ -63,7 +63,7 @@ class OutputSequence:
             same = next((at for at, pair in enumerate(zip(tokens, due, strict=False)) if pair[0] != pair[1]), len(due))
             ends = delta.finish_reason is not None and start + len(tokens) < len(self._expected)
             if same < len(due) or ends:
-                raise ReplayDiffers(f"the engine gives another output token {start + same} than the lost node gave")
+                raise ReplayDiffers(f"output token {start + same} of the engine differs from the lost node's")
             tokens, logprobs = tokens[len(due) :], logprobs and logprobs[len(due) :]
             start += len(due)
         self._index = start + len(tokens)
@@ -83,7 +83,7 @@ class OutputSequence:
         )
 
     def _reuse(self, cached: int | None) -> Reuse | None:
-        """Return the account of the tokens that the router sent; a replay computes the delivered ones."""
+        """Return the reuse of the tokens that the router sent; a replay computes the delivered ones."""
         if cached is None:
             return None
         cached, total = min(cached, self._length), len(self._job.token_ids)

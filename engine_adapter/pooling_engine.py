@@ -24,8 +24,8 @@ class PoolingEngine(Protocol):
     """The part of an engine's client that generates nothing. Its calls raise what those of `engine.Engine` raise."""
 
     async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
-        """Return the numbers of a prompt: its vector, or one logit for each label without an activation.
+        """Return a prompt's vector, or one logit for each label without an activation.
 
-        A vector has all numbers of the model, and is not scaled if the engine can leave that out. The engine pools as
+        A vector has the model's full width, and is not scaled if the engine can omit that. The engine pools as
         it was started."""
         ...

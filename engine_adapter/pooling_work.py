@@ -1,4 +1,4 @@
-"""Embeddings and logits that an adapter's engine computes: what is refused, and the vector for the router."""
+"""Embedding and classification by an adapter's engine: checks each job, and returns its vector or logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENERATES_ONLY = "this model's engine only generates: use a model for embeddings
 class PoolingWork:
     """Work of one engine that generates nothing.
 
-    measured: what it can. pooling: how its vectors come of hidden states, of `protocol.work.POOLINGS`; empty: unknown.
+    measured: tasks that it can do. pooling: how hidden states become vectors, a value of POOLINGS; empty: unknown.
     """
 
     def __init__(self, engine: PoolingEngine | None, measured: MeasuredPooling, pooling: str) -> None:
@@ -50,7 +50,7 @@ class PoolingWork:
             )
         if job.work.pooling != self._pooling:
             raise InvalidRequest(
-                f"the engine pools by {self._pooling}, and the router asks for {job.work.pooling}: start the router "
+                f"the engine pools by {self._pooling}, but the router asks for {job.work.pooling}: start the router "
                 f"with --pooling {self._pooling}, or the adapter with --engine-pooling",
                 param="model",
             )
@@ -92,7 +92,7 @@ def _task(job: Job) -> PoolingTask:
 
 
 def _shaped(vector: array[float], work: Embed) -> array[float]:
-    """Return the first dimensions, then scaled: a vector that is cut has another length."""
+    """Cut the vector to its first dimensions, then scale it, since cutting changes its length."""
     kept = vector[: work.dimensions or None]
     length = math.hypot(*kept) if work.normalize else 1.0
     return array("f", (each / length for each in kept)) if length not in (0.0, 1.0) else kept

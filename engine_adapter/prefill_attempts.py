@@ -1,7 +1,7 @@
 """Attempts of a prefill node: its engine computes prompts, and a decode node's engine fetches their blocks.
 
 States of an attempt: in the engine, while its decode node is asked for a ticket → first token to the router, reference
-to the decode node's adapter → the decode engine has the blocks. Without a decode node it only passes the engine."""
+to the decode node's adapter → the decode engine has the blocks. Without a decode node only the engine works on it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PrefillAttempts:
         if job.media and self._engine.media is None:
             raise InvalidRequest("this model's engine takes no images, audio or video", param="messages")
         if target is not None and (job.media or not self._repeats(job)):
-            raise Overloaded("prompts with media, and tokens that are not repeated, are for the decode node alone")
+            raise Overloaded("only the decode node takes prompts with media, and jobs whose tokens are not repeatable")
         attempt = PrefillAttempt(job, target, alone=not self._table.running)
         self._table.start(attempt, self._compute(attempt))
         return attempt
@@ -121,7 +121,7 @@ class PrefillAttempts:
         return ("greedy_replay" if job.params.temperature == 0 else "seeded_replay") in self._guarantees
 
     async def _suspected(self, attempt: PrefillAttempt, error: KvferryError) -> None:
-        """Suspect the engine, unless it had done its part."""
+        """Suspect the engine, unless it has computed the prompt."""
         if not attempt.first_at:
             await self._suspect(error)
 
@@ -171,7 +171,7 @@ class PrefillAttempts:
             attempt.outbox.put_nowait(await self._sender.send(job, target, kept, await offering))
 
     def _first(self, attempt: PrefillAttempt, sequence: OutputSequence, delta: EngineDelta) -> None:
-        """Tell the router the first token, unless it was delivered before, and learn from its time."""
+        """Send the router the first token, unless it was delivered before, and learn from its time."""
         job, cached = attempt.job, delta.cached_tokens
         attempt.first_at = self.heard_at = time.monotonic()
         compute_s = attempt.first_at - attempt.began

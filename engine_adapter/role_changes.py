@@ -1,8 +1,8 @@
 """Role changes of an elastic adapter, whose engine can change between prefill and decode.
 
 The node takes nothing new, its requests end, its engine changes, and it joins again in the other role with a new epoch:
-the engine forgets its cache, and no router takes the one for the other. If the engine refuses or does not answer, it is
-told to have its old role, and the node goes on as before. An engine of neither role counts as gone."""
+the engine forgets its cache, and no router confuses the two. If the engine refuses or does not answer, it is told to
+keep its old role, and the node continues as before. An engine of neither role counts as gone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvferry.runtime.http import read_message
 log = logging.getLogger("kvferry.adapter")
 
 LOOK_S = 0.1
-"""Seconds between two looks whether the engine is idle."""
+"""Seconds between two checks of whether the engine is idle."""
 ANSWER_S = 1.0
-"""Seconds for which a role request waits for the outcome: a change that fails at once is told to who asked."""
+"""Seconds for which a role request waits for the outcome: a change that fails within it is reported to the caller."""
 REFUSED_S = 60.0
-"""Seconds for which no change is tried after one that failed: each try empties the node."""
+"""Seconds without a further change after a failed one: each try empties the node."""
 
 
 @dataclass(frozen=True)
 class ChangingNode:
-    """What a change needs of its node.
+    """Functions of the node that a role change uses.
 
     state    returns its current state; None while it loads
     drains   sets whether it takes no new work
@@ -79,7 +79,7 @@ class RoleChanges:
         """Return once the node has begun to change, or if it has the role already.
 
         Raises InvalidRequest if it can never change, and RoleKept if it must not now, or if the change failed within
-        ANSWER_S; it then works on as before."""
+        ANSWER_S; it then continues as before."""
         if change.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if (engine := self._engine) is None:
@@ -123,7 +123,7 @@ class RoleChanges:
         return task
 
     async def _change(self, engine: ElasticEngine, state: NodeState, role: str) -> str:
-        """Change the role; return why the node keeps its own, empty if it has the new one."""
+        """Change the role; return why the node keeps its old one, empty if it has the new one."""
         log.info("a %s node becomes a %s node", state.settings.role, role)
         kept = "the node is stopping"
         try:
@@ -151,11 +151,11 @@ class RoleChanges:
         return kept
 
     async def _switched(self, engine: ElasticEngine, state: NodeState, role: str) -> str:
-        """Change the engine once it is idle; return why it has its old role still, empty if it has the new one."""
+        """Change the engine once it is idle; return why it still has its old role, empty if it has the new one."""
         until = time.monotonic() + self._within_s
         while self._node.busy():
             if time.monotonic() > until:
-                return f"its requests do not end in {self._within_s:g} s"
+                return f"its requests did not end within {self._within_s:g} s"
             await asyncio.sleep(LOOK_S)
         state.watch.stop()  # its checks are requests, with which the engine is not idle
         try:
@@ -164,7 +164,7 @@ class RoleChanges:
             state.watch.start()
 
     async def _switched_idle(self, engine: ElasticEngine, state: NodeState, role: str, until: float) -> str:
-        """Change an engine without requests of this node, as `_switched`; others' requests there may still end."""
+        """Change an engine without requests of this node, as `_switched`; requests of other clients may still end."""
         while True:
             if not await state.membership.spared():
                 return f"no other {state.settings.role} node is ready any more"
@@ -175,7 +175,7 @@ class RoleChanges:
                 if time.monotonic() > until:
                     return error.message
             except KvferryError as error:
-                log.warning("the engine does not become a %s engine: %s", role, error.message)
+                log.warning("the engine did not become a %s engine: %s", role, error.message)
                 await self._back(engine, state, error)
                 return error.message
             await asyncio.sleep(LOOK_S)
@@ -184,15 +184,15 @@ class RoleChanges:
         """Tell the engine its role, and check that it has it. Raises KvferryError."""
         await engine.switch_role(role, self._graphs_gb)
         if (now := (await engine.facts()).kv_role) != role:
-            raise StepFailed(f"the engine says that it is a {role} engine, and then that it is {now or 'neither'}")
+            raise StepFailed(f"the engine accepted the role {role}, but then reports {now or 'neither role'}")
 
     async def _back(self, engine: ElasticEngine, state: NodeState, error: KvferryError) -> None:
         """Make sure that the engine has its old role; else it counts as gone.
 
-        It works on its changes one after the other, so one that came too late for an answer is undone by this."""
+        The engine makes changes in order, so this also undoes one whose answer came too late."""
         try:
             if isinstance(error, NodeDied):
                 raise error
             await self._told(engine, state.settings.role)
         except KvferryError as failed:
-            state.watch.end(f"it has no role after a change that failed: {failed.message}")
+            state.watch.end(f"it has no role after a failed change: {failed.message}")

@@ -1,8 +1,8 @@
-"""Attempts of a prefill node whose engine meets the decode engine in a room: both work on a prompt at the same time.
+"""Attempts of a prefill node that shares an SGLang room with the decode engine: both work on a prompt at once.
 
 States of an attempt: its decode node is asked for a ticket → it gets the room, and this engine the prompt → the decode
-engine has the blocks, and both tell the first token. If one leg ends before its time, the other one is aborted: alone
-it would wait for minutes."""
+engine has the blocks, and both report the first token. If one leg ends early, the other one is aborted, since it would
+otherwise wait for minutes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.protocol.messages import DecodeTarget, Job, ShipDone
 class RoomPrefills(PrefillAttempts):
     """Prefills in rooms. host: address of the engine's bootstrap service for decode engines; others: PrefillAttempts.
 
-    Both engines tell the same first token, which the prefill engine drew, or the room had a stranger in it."""
+    Both engines report the first token that the prefill engine drew; if they differ, the room was another prompt's."""
 
     def __init__(
         self, engine: RoomEngine, sender: HandoverSender, host: str, adapters: Mapping[str, str], **rest: Any
@@ -51,7 +51,7 @@ class RoomPrefills(PrefillAttempts):
             ends = (
                 delta.token_ids[0] in job.params.ending_token_ids and length - job.prompt_len >= job.params.min_tokens
             )
-            delta = replace(delta, finish_reason="stop" if ends else None)  # a prefill server looks at no stop tokens
+            delta = replace(delta, finish_reason="stop" if ends else None)  # a prefill server ignores stop tokens
         self._first(attempt, OutputSequence(job, length), delta)
         if delta.finish_reason is None:
             attempt.outbox.put_nowait(shipped)
@@ -74,5 +74,5 @@ class RoomPrefills(PrefillAttempts):
             await asyncio.gather(*legs, return_exceptions=True)
         delta, (shipped, first_token) = computing.result(), fetching.result()
         if delta.token_ids[0] != first_token:
-            raise BlocksCorrupt(f"{target.node_id} has another first token than this engine: not its room's blocks")
+            raise BlocksCorrupt(f"{target.node_id} reports another first token: the room was another prompt's")
         return delta, shipped

@@ -1,4 +1,4 @@
-"""Token ids for the text of a server that tells no token ids: their text is the server's, at each boundary."""
+"""Token ids for the text of a server that sends none: at the end of each delta their text equals the server's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TextVocabulary:
         if not tokenizer.byte_level and not tokenizer.byte_tokens:
             raise ConfigError("the tokenizer has no tokens of single bytes", param="tokenizer")
         self._tokenizer = tokenizer
-        tokenizer.library.encode_special_tokens = True  # the name of one in a text is a text
+        tokenizer.library.encode_special_tokens = True  # a special token's name in a text is text
         self._ids = _by_bytes(tokenizer)
         self._longest_token = max(map(len, self._ids))
 
@@ -29,7 +29,7 @@ class TextVocabulary:
     def ids(self, text: str) -> tuple[int, ...]:
         """Return tokens whose text is exactly this one, which must hold whole characters.
 
-        A text that is one token is that token, as a server usually sends one at a time. Raises StepFailed for a
+        A text equal to one token becomes that token: servers usually send one at a time. Raises StepFailed for a
         character that the vocabulary cannot spell: another model wrote it."""
         data = text.encode()
         if (one := self._ids.get(data)) is not None:
@@ -56,7 +56,7 @@ class TextVocabulary:
             while (token := self._ids.get(data[at:end])) is None:
                 end -= 1
                 if end == at:
-                    raise StepFailed(f"the tokenizer has no token of the byte {data[at]:#04x}: is it another model's?")
+                    raise StepFailed(f"the tokenizer has no token for the byte {data[at]:#04x}: is it another model's?")
             found.append(token)
             at = end
         return tuple(found)
@@ -90,7 +90,7 @@ class TextTokens:
 
 
 def _by_bytes(tokenizer: TextTokenizer) -> dict[bytes, int]:
-    """Return tokens by their bytes: a token with a text of its own goes before one of a single byte."""
+    """Return tokens by their bytes: a token with its own text has precedence over one of a single byte."""
     found: dict[bytes, int] = {}
     ids = sorted(set(tokenizer.library.get_vocab(with_added_tokens=True).values()) - tokenizer.special_ids)
     for token in sorted(ids, key=tokenizer.byte_tokens.__contains__):

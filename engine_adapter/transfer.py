@@ -1,7 +1,7 @@
 """A prompt whose blocks this node's engine fetches from another engine, and the checks of what arrived.
 
 An engine reads blocks by their numbers and checks nothing: a reference that is too old gives wrong tokens. So the first
-token is drawn twice, by both engines, and it must come before the reference's lease is over."""
+token is drawn twice, by both engines, and it must come before the reference's lease ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.process_names import NodeName
 
 COMPARED_TOKENS = 8
-"""Output tokens, the first one among them, that a canary compares."""
+"""Number of output tokens, including the first, that a canary compares."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +26,8 @@ class Transfer:
     sender       the prefill node
     reference    see EngineCall
     length       tokens of the prompt
-    first_token  that the other engine drew; None in a room, where it comes with the blocks
-    ends_at      when the reference's lease is over, in seconds of `clock`
+    first_token  drawn by the other engine; None in a room, where it comes with the blocks
+    ends_at      when the reference's lease ends, in seconds of `clock`
     exact        whether two engines of this kind always draw the same token
     landed       done when the first token has come, or the attempt has failed
     tokens       the first COMPARED_TOKENS tokens of the output"""
@@ -50,21 +50,21 @@ class Transfer:
         return replace(job, token_ids=(*job.token_ids, self.first_token))
 
     def see(self, delta: EngineDelta) -> None:
-        """Check output before it is delivered. Raises TransferFailed, or BlocksCorrupt if the engines cannot differ."""
+        """Check output before it is delivered. Raises TransferFailed, or BlocksCorrupt if the engines must agree."""
         if not self.tokens and (delta.token_ids or delta.finish_reason is not None):
             if self.clock() >= self.ends_at:
-                raise TransferFailed("the first token came when the lease of the prompt's blocks was over")
+                raise TransferFailed("the first token came after the lease of the prompt's blocks had ended")
             if self.first_token is None and delta.token_ids:
                 self.first_token = delta.token_ids[0]
             if delta.token_ids[:1] != (self.first_token,):
                 kind = BlocksCorrupt if self.exact else TransferFailed
-                raise kind(f"{self.sender[0]} drew another first token than this engine with the transferred blocks")
+                raise kind(f"{self.sender[0]} drew another first token than this engine after the transfer")
             if not self.landed.done():
                 self.landed.set_result(None)
         self.tokens.extend(delta.token_ids[: COMPARED_TOKENS - len(self.tokens)])
 
     def fail(self, error: KvferryError) -> None:
-        """Tell the prefill node that the attempt failed, if the blocks had not arrived."""
+        """Let the prefill node know that the attempt failed, if the blocks had not arrived."""
         if not self.landed.done():
             self.landed.set_exception(error)
-            self.landed.exception()  # the prefill node may have gone: nobody need look
+            self.landed.exception()  # marks the exception as seen: the prefill node may be gone

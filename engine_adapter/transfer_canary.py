@@ -2,8 +2,8 @@
 
 Two engines draw the first token of each transferred prompt. That finds most wrong blocks, but not all: a token can be
 right by chance. So for a share of the requests the engine computes the prompt itself, under its own cache salt, and the
-first few tokens must be equal. Only requests are checked whose tokens the engine was measured to repeat. Transfers
-of a node are checked until one agrees, and again after one that differs.
+first few tokens must be equal. Only requests with repeatable tokens, as measured, are checked. Transfers
+from a node are all checked until one agrees, and again after one that differs.
 
 An engine whose tokens depend on the batch differs now and then although the blocks are right. There, two checks of one
 node must differ in a row before it is reported. Nothing waits for a check; there is one at a time."""
@@ -27,9 +27,9 @@ from kvferry.protocol.process_names import NodeName
 log = logging.getLogger("kvferry.adapter")
 
 KNOWN = 4096
-"""Most senders remembered as having agreed."""
+"""Maximum number of senders remembered as having agreed."""
 MOST_S = 120.0
-"""Longest time of a check, in seconds."""
+"""Maximum duration of a check, in seconds."""
 
 
 class TransferCanary:
@@ -37,7 +37,7 @@ class TransferCanary:
 
     rate        share of transferred requests that are checked, 0 to 1; 0: none
     guarantees  what the engine keeps, see `protocol.lease.GUARANTEES`
-    report      called with the router and what is to be told
+    report      called with the router and the message for it
     counted     called with the outcome, agreed, differed or dropped, and the sender"""
 
     def __init__(
@@ -111,8 +111,6 @@ class TransferCanary:
         self._counted("differed", sender)
         self._agreed.pop(sender, None)
         self._differed[sender] += 1
-        log.warning(
-            "the tokens of %s behind blocks of %s are not those that this engine computes", job.request_id, sender[0]
-        )
+        log.warning("the tokens of %s after blocks from %s differ from those computed here", job.request_id, sender[0])
         if self._differed[sender] >= self.needed:
             self._report(job.router_id, Deviation(job.request_id, sender))

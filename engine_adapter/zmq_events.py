@@ -12,9 +12,9 @@ from kvferry.engine_adapter.engine import KvEventSource
 from kvferry.protocol.errors import ConfigError
 
 MAX_QUEUED_BATCHES = 20_000
-"""Most batches that wait in a socket: more than an engine keeps for repeating, so it need not drop any."""
+"""Maximum number of batches that wait in a socket: more than an engine keeps, so that none is dropped."""
 MAX_BATCH_BYTES = 64 << 20
-"""Largest payload; ZeroMQ ends the connection of a larger one."""
+"""Maximum size of a payload, in bytes; ZeroMQ ends the connection of a larger one."""
 END = (1 << 64) - 1
 """Sequence number of the end of an answer."""
 Numbered = tuple[int, bytes]
@@ -22,13 +22,13 @@ Numbered = tuple[int, bytes]
 
 
 _open: set[zmq.asyncio.Context] = set()
-"""Contexts that are not closed. The garbage collector would wait for ever in one whose sockets it collects, too."""
+"""Contexts that are not closed. The garbage collector would hang in one whose sockets it collects, too."""
 
 
 class ZmqEvents:
     """Connection to one engine's KV events. Belongs to one asyncio loop. Implements `kv_events.EventWire`.
 
-    answer_s: longest wait for the next part of an answer, in seconds. Raises ConfigError for an unusable address."""
+    answer_s: maximum time between two parts of an answer, in seconds. Raises ConfigError for an unusable address."""
 
     def __init__(self, source: KvEventSource, answer_s: float = 2.0) -> None:
         self._source, self._answer_s = source, answer_s
@@ -57,10 +57,10 @@ class ZmqEvents:
         return None
 
     async def ask(self, start: int) -> AsyncGenerator[Numbered | None, None]:
-        """Yield batches from sequence number `start` on that the engine still has; None stands behind a whole answer.
+        """Yield batches from sequence number `start` on that the engine still has; None follows a complete answer.
 
-        The engine drops what a slow connection cannot take, also inside an answer. Each question has a socket of its
-        own, so that a late answer is never taken for another's."""
+        The engine drops what a slow connection cannot take, also inside an answer. Each request has its
+        own socket, so that a late answer is never taken for another's."""
         socket = self._socket(zmq.DEALER)
         try:
             socket.connect(self._source.replay)

@@ -1,1 +1,1 @@
-"""Location of models and parsing of their files, without torch."""
+"""Finds models and reads their files (config, GGUF, safetensors, tokenizer, chat template), without torch."""

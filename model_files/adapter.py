@@ -1,4 +1,4 @@
-"""LoRA adapter directories in PEFT's layout, checked and named by content, without torch."""
+"""Reads and checks LoRA adapter directories in PEFT's layout, and derives an id from their content, without torch."""
 
 from __future__ import annotations
 

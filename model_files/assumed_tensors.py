@@ -1,4 +1,4 @@
-"""Large tensors of a decoder, assumed from its config alone."""
+"""Names and sizes of a decoder's large tensors, assumed from its config when no file lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates and special tokens in a model's files."""
+"""Reads chat templates and special tokens from a model's files."""
 
 from __future__ import annotations
 

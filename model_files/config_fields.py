@@ -1,4 +1,4 @@
-"""Validated fields of a config.json."""
+"""Reads numbers from a config.json and checks their type and range."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.protocol.errors import ConfigError
 
 MAX_LAYERS = 1 << 12
-"""Largest number of layers: thirty times that of the largest model known. Each takes memory before its weights do."""
+"""Maximum number of layers: thirty times that of the largest model known. Each takes memory before its weights do."""
 LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Names of the number of layers in a config.json."""
 

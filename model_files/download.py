@@ -21,7 +21,7 @@ log = logging.getLogger("kvferry.models")
 
 NO_ROOM = os.strerror(errno.ENOSPC).lower()
 LINE_S = 10.0
-"""Interval between two progress lines where stderr is no terminal, in seconds."""
+"""Interval between two progress lines where stderr is not a terminal, in seconds."""
 
 
 def download(repo: str, patterns: list[str]) -> Path:
@@ -40,7 +40,7 @@ def download(repo: str, patterns: list[str]) -> Path:
         raise ConfigError(f"{repo} is gated; accept its terms, then run: hf auth login", param="model") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{repo} is neither a path here nor a model on the Hugging Face hub; check its name, or, if it is private, "
+            f"{repo} is neither a local path nor a model on the Hugging Face hub; check its name or, if private, "
             "run: hf auth login",
             param="model",
         ) from error
@@ -60,7 +60,7 @@ def download(repo: str, patterns: list[str]) -> Path:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Return whether a disk had no room left, in the words of whichever of the library's parts was writing."""
+    """Return whether the disk was full; the library reports it in several ways."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or NO_ROOM in str(error).lower():
             return True
@@ -80,7 +80,7 @@ def _no_room(repo: str) -> str:
 
 
 def _lines_about(repo: str) -> type[Any]:
-    """Return a class of bars that draw nothing: those that count bytes write a line now and then."""
+    """Return a tqdm class that draws no bar, and logs a line every LINE_S seconds if it counts bytes."""
     last = time.monotonic()
 
     class Lines(tqdm):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Fields of a config.json about mixtures of experts, under the names that most families use."""
+"""Fields of a config.json about mixtures of experts, converted to the names that most families use."""
 
 from __future__ import annotations
 

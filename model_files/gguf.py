@@ -1,4 +1,4 @@
-"""Header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata and tensor table.
+"""Parser of a GGUF file's header (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata, tensors.
 
 The reader of the `gguf` package makes one numpy view per vocabulary entry, seconds for a large vocabulary; this one
 decodes the same header in tens of milliseconds, so that a router can afford it.
@@ -21,13 +21,13 @@ from kvferry.protocol.errors import ConfigError
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 MAX_NESTING, MAX_DIMS = 4, 8
-"""Most levels of arrays in arrays, and most dimensions of a tensor; ggml itself allows four."""
+"""Maximum levels of arrays in arrays, and maximum dimensions of a tensor; ggml itself allows four."""
 MAX_NUMBERS = 1 << 24
-"""Largest number of entries of an array of numbers: four times the largest vocabulary supported."""
+"""Maximum number of entries of an array of numbers: four times the largest vocabulary supported."""
 MAX_ALIGNMENT = 1 << 20
-"""Largest alignment of tensors, in bytes; files use 32."""
+"""Maximum alignment of tensors, in bytes; files use 32."""
 LARGEST_WEIGHT, MAX_PADDING = 8, 1 << 20
-"""Bytes of a weight in ggml's largest format, and most bytes behind the tensors: all of a file is read at the start."""
+"""Bytes of a weight in ggml's largest format, and maximum bytes after the tensors: files are read whole."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -183,7 +183,7 @@ class _Cursor:
         tensors = {name: GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
         ends = (tensor.offset + LARGEST_WEIGHT * math.prod(tensor.shape) for tensor in tensors.values())
         if (more := len(self._data) - max(ends, default=start)) > MAX_PADDING:
-            raise ValueError(f"it goes on for {more} bytes or more behind its tensors")
+            raise ValueError(f"it has {more} bytes or more after its tensors")
         return GGUFFile(path, metadata, tensors, (path,))
 
     def _unpack(self, form: str) -> tuple[Any, ...]:

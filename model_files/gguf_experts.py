@@ -14,7 +14,7 @@ CHUNK = 8192
 
 
 def layers_of(file: GGUFFile) -> Any:
-    """Return the number of layers without those behind them that predict further tokens."""
+    """Return the number of layers without those after them that predict further tokens."""
     count, further = file.get("block_count"), file.get("nextn_predict_layers", 0)
     return count - further if isinstance(count, int) and isinstance(further, int) else count
 
@@ -28,7 +28,7 @@ def runs(name: str, file: GGUFFile) -> bool:
 def expert_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the header's fields about experts, under the names of `model_files.expert_fields`.
 
-    Tensors tell the width of the MLP for all tokens, since headers of some converters hold another number."""
+    Tensors give the width of the MLP for all tokens, since headers of some converters hold another number."""
     if not file.get("expert_count"):
         return {}
     shared = next((tensor.shape[0] for name, tensor in file.tensors.items() if name.endswith(_SHARED)), 0)

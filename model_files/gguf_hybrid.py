@@ -1,6 +1,6 @@
 """GGUF header of a hybrid model, translated into fields of a config.json.
 
-Tensors tell which layers have attention, a recurrent mixer, an MLP or experts: headers spell that in several ways."""
+Tensor names show which layers have attention, a recurrent mixer, an MLP or experts; headers state it differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads from a config.json which layers of a hybrid model have attention, a recurrent mixer and an MLP."""
+"""Layers of a hybrid model, from its config.json: which have attention, a recurrent mixer and an MLP, and sizes."""
 
 from __future__ import annotations
 

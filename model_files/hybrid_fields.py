@@ -1,4 +1,4 @@
-"""Fields of hybrid models' config.json under the names that other decoders use."""
+"""Fields of hybrid models' config.json, converted to the names that other decoders use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of the layers of Gemma 3n and Gemma 4, which differ in heads and width and may share K/V, by config.json."""
+"""Layer shapes of Gemma 3n and Gemma 4, whose layers differ in heads and width and may share K/V, by config.json."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LayerShapes:
         return dims.pop() if dims else otherwise
 
     def attention_weights(self, hidden: int, heads: int) -> int:
-        """Return the number of weights of all layers' attention, for so many query heads."""
+        """Return the number of weights of all layers' attention, for `heads` query heads."""
         of_queries = sum(2 * heads * dim for dim in self.head_dims)
         writing = ((self.kv_heads[i] * self.head_dims[i], 1 + self.own_values[i]) for i in self._writing)
         return hidden * (of_queries + sum(width * parts for width, parts in writing))
@@ -106,7 +106,7 @@ def layer_shapes(config: dict[str, Any]) -> LayerShapes:
 
 
 def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what Gemma 4's layers without a window have of their own. K/V heads count only where V is K's."""
+    """Return the fields of Gemma 4's layers without a window. K/V heads count only where V is K's."""
     heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
     return {"head_dim": config.get("global_head_dim") or _GLOBAL_DIM, "num_key_value_heads": heads}
 

@@ -1,4 +1,4 @@
-"""Memory needs of a model, from its config and file headers; no weight is read or downloaded."""
+"""Counts a model's weights, layers and K/V, for memory and speed estimates, from its config and file headers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvferry.model_files.config_fields import LAYER_FIELDS, whole_or
 from kvferry.model_files.expert_fields import common_names, experts_in
 from kvferry.model_files.gguf import GGUFFile, GGUFTensor, read_gguf
 from kvferry.model_files.gguf_experts import expert_fields, layers_of, runs
+from kvferry.model_files.gguf_gemma import shape_fields
 from kvferry.model_files.gguf_hybrid import hybrid_header
 from kvferry.model_files.gguf_latent import latent_fields
-from kvferry.model_files.gguf_shapes import shape_fields
 from kvferry.model_files.hybrid import GATED, hybrid_layers
 from kvferry.model_files.latent import latent_sizes
 from kvferry.model_files.layer_shapes import SHAPED, layer_shapes
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_multimodal, is_text, media_taken, text_config
 from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.safetensors_headers import Tensor, safetensors_header, weights_of
 from kvferry.model_files.source import ModelSource, read_facts, read_json, weight_files
 from kvferry.model_files.supported_decoders import DECODERS, LATENT, gguf_family
@@ -118,7 +118,7 @@ class ModelNeeds:
         return round(text + self.tower * itemsize)
 
     def step_bytes(self, itemsize: float, stored: str = NOWHERE) -> float:
-        """Return the bytes of weights that a step with one token reads: nearly none of an embedding that is no head."""
+        """Return the bytes of weights that a one-token step reads: nearly none of an embedding that is not the head."""
         head = self.head if self.head.weights else self.embedding
         share = self.dense.active / self.dense.weights if self.dense.weights else 1.0
         return share * self.dense.bytes(itemsize, stored) + head.bytes(itemsize, stored)
@@ -142,7 +142,7 @@ class ModelNeeds:
 
 
 def model_needs(source: ModelSource) -> ModelNeeds:
-    """Return the needs of a model. Raises ConfigError if its files do not tell."""
+    """Return the needs of a model. Raises ConfigError if its files do not show them."""
     with naming(source.name):
         return gguf_needs(read_gguf(source.path)) if source.kind == "gguf" else _hf_needs(source)
 

@@ -1,16 +1,12 @@
-"""Name of a model: from its files, or as the operator serves it."""
+"""Names of a model: own, from its files, and served, from --served-model-name; checks that models' names differ."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.protocol.errors import ConfigError, reason
-
-MAX_REFUSAL = 800
-"""Longest error about a model's files, in characters: they may quote a field that is as long as the file."""
+from kvferry.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +25,15 @@ class ModelName:
 
     @property
     def first(self) -> str:
-        """Return the one that answers carry."""
+        """Return the name used in answers."""
         return self.all[0]
 
     def shares(self, other: ModelName) -> bool:
-        """Return whether clients may mean both by one name."""
+        """Return whether the two have a client-visible name in common."""
         return not set(self.all).isdisjoint(other.all)
 
     def resembles(self, other: ModelName) -> bool:
-        """Return whether both are called alike after their files, and not each by names of its own."""
+        """Return whether both have the same own name, and not each served names of its own."""
         return self.own == other.own and not (self.served and other.served)
 
 
@@ -70,25 +66,3 @@ def require_distinct(names: Sequence[ModelName]) -> None:
             f"two models have the name {twice[0]!r}; give each its own --served-model-name",
             param="served_model_name",
         )
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Turn any exception from reading the model's files into a ConfigError that names the model, in a short line.
-
-    Files can be damaged in more ways than their readers expect."""
-    try:
-        yield
-    except ConfigError as error:
-        message = error.message if name in error.message else f"{name}: {error.message}"
-        if len(message) > MAX_REFUSAL:
-            message = message[: MAX_REFUSAL - 1] + "…"
-        if error.param not in ("model", "chat_template") or message == error.message:
-            raise
-        raise ConfigError(message, param=error.param) from error
-    except MemoryError as error:
-        raise ConfigError(
-            f"{name}: the model that its files describe does not fit into memory", param="model"
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"{name} cannot be read: {reason(error)}", param="model") from error

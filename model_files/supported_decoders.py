@@ -1,4 +1,4 @@
-"""Decoder architectures that kvferry's own kernels support, by config or GGUF header."""
+"""Tables of the decoder architectures that kvferry's own kernels support, by config or GGUF header."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoder architectures that kvferry supports, by config."""
+"""Encoder architectures that kvferry supports, by config, and their longest text."""
 
 from __future__ import annotations
 

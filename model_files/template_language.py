@@ -1,4 +1,4 @@
-"""The Jinja dialect of chat templates, as transformers defines it. Imports Jinja and nothing large."""
+"""Jinja environment with the dialect of chat templates, as transformers defines it; imports nothing large."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from jinja2.visitor import NodeTransformer
 MAX_TURNS = 500_000
 """Budget of one rendering: loop turns, calls, and each 8 KiB of a text or list that an operation makes."""
 MAX_LENGTH = 1 << 24
-"""Longest text or list that an operation may make, in characters or items."""
+"""Maximum length of a text or list that an operation may make, in characters or items."""
 MAX_NUMBER = 1 << 20
-"""Largest number passed to a filter or method, which may be a width or a count."""
+"""Maximum number passed to a filter or method, which may be a width or a count."""
 _BYTES_A_TURN = 8192
 _WIDTH = re.compile(r"\d{6}|\*")
 BUDGET, COUNTED, CONCATENATED = "kvferry budget", "kvferry counted", "kvferry concatenated"
@@ -31,7 +31,7 @@ QUEUE_METHODS = frozenset(("append", "pop"))
 
 
 class Budget:
-    """What one rendering may still spend."""
+    """Remaining budget of one rendering."""
 
     def __init__(self, turns: int = MAX_TURNS) -> None:
         self.left = turns

@@ -1,4 +1,4 @@
-"""Tokenizer on the `tokenizers` library, without transformers."""
+"""Reads a model's tokenizer with the `tokenizers` library, and turns token ids into text and bytes."""
 
 from __future__ import annotations
 
@@ -148,5 +148,5 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Return whether a library written in Rust failed an assertion of its own, which Python sees as no Exception."""
+    """Return whether a library written in Rust failed an assertion of its own, which is not a Python Exception."""
     return type(error).__name__ == "PanicException"

@@ -1,13 +1,13 @@
-"""Models that no worker can run, rejected by config before any weight is read."""
+"""Rejects, by config and before any weight is read, models that no worker can run."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvferry.model_files.gguf import read_gguf
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import TEXT_SERVED, is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, read_json, resolve, unweighted
 from kvferry.model_files.speech_config import SPEECH
 from kvferry.model_files.supported_decoders import LATENT
@@ -34,7 +34,7 @@ def resolve_runnable(model: str, load_format: str = "auto") -> ModelSource:
 
 
 def require_runnable(source: ModelSource) -> None:
-    """Raise ConfigError naming the model and the reason, if its config already tells that it cannot run."""
+    """Raise ConfigError naming the model and the reason, if its config already shows that it cannot run."""
     with naming(source.name):
         kind, reason = _kind_and_reason(source)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Number of weights of each kind in a model, and their size as stored."""
+"""Counts the weights of each kind in a model (dense, embedding, head), and their bytes as stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token and block arithmetic of a request on one node: what is cached, shipped and computed."""
+"""Token and block counts of a request on one node: cached, shipped, new and missing, and whether it fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Value of cached blocks to future requests, in seconds."""
+"""Expected value of cached blocks to future requests, in seconds: learned reuse, and what a placement evicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.protocol.layout import blocks_for
 WEIGHT = 0.02
 """Weight of one prompt in the moving averages of reused and computed tokens."""
 MOST = 2.0
-"""Most times that a cached token is expected to be reused.
+"""Maximum number of expected reuses of a cached token.
 
 Evicted blocks are the least recently used ones, so they are worth less than the average."""
 
@@ -23,7 +23,7 @@ class CacheValue:
 
     @property
     def times(self) -> float:
-        """Return how many times a cached token is expected to be reused, at most MOST."""
+        """Return the expected number of reuses of a cached token, at most MOST."""
         return min(MOST, self._reused / self._computed) if self._computed > 0 else 0.0
 
     def saw(self, reused: int, length: int) -> None:
@@ -36,13 +36,13 @@ def displaced_blocks(node: NodeView, demand: Demand) -> int:
     """Return the number of cached blocks that the prompt evicts from a node's pool, after the prompts queued there."""
     load, size = node.lease.load, node.lease.block_size
     fresh = blocks_for(uncached_len(node, demand), size)
-    return min(max(0, fresh - node.unasked_blocks), load.cached_blocks)
+    return min(max(0, fresh - node.unclaimed_blocks), load.cached_blocks)
 
 
 def displaced_s(node: NodeView, demand: Demand) -> float:
-    """Return the expected seconds of computing again what the prompt evicts from the node's cache.
+    """Return the expected seconds to recompute what the prompt evicts from the node's cache.
 
-    If prefixes are shared a lot and pools are full, another copy of a prefix costs more than computing it."""
+    If prefixes are often shared and pools are full, another copy of a prefix costs more than computing it."""
     if not demand.worth:
         return 0.0
     tokens = displaced_blocks(node, demand) * node.lease.block_size
@@ -50,7 +50,7 @@ def displaced_s(node: NodeView, demand: Demand) -> float:
 
 
 def spared_s(node: NodeView, demand: Demand, queue_s: float) -> float:
-    """Return the seconds that queued requests save because the node does not compute cached tokens.
+    """Return the seconds that later requests save because the node need not compute cached tokens.
 
     queue_s: shortest queue of all nodes. As many prompts like this one follow it as can be computed in that time, and
     each waits less. So a cached prefix justifies a longer queue, in proportion to the shortest one: under overload,

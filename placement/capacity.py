@@ -1,4 +1,4 @@
-"""Capacity of nodes: the number of requests that they take at once, from their leases."""
+"""Capacity of nodes from their leases: concurrent sequences, prompt rate, and nodes by role."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvferry.protocol.lease import NodeLease
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Total capacity of nodes.
+    """Total capacity of some nodes.
 
-    sequences     sequences that decode at once; 0: unknown
+    sequences     sequences that can decode at the same time; 0: unknown
     prompt_per_s  prompt tokens computed per second
     decodes       decode nodes
     prefills      nodes that compute prompts
-    taken         sequences that run or are granted
+    taken         sequences that run or have a grant
     """
 
     sequences: int = 0

@@ -1,4 +1,4 @@
-"""Cost terms of a request on one node, in seconds."""
+"""Cost terms of a request on one node, in seconds: queue, computing, waiting, and delay of other requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANDOFF_S = 0.002
 
 
 def queue_s(node: NodeView, demand: Demand) -> float:
-    """Return the seconds until the prompt tokens queued before the request are computed."""
+    """Return the seconds until the prompt tokens queued ahead of the request are computed."""
     return 0.0 if demand.recovers else node.queue_s
 
 
@@ -39,9 +39,9 @@ def wait_s(node: NodeView, demand: Demand) -> float:
 
 
 def harm_s(node: NodeView, compute_s: float) -> float:
-    """Return the seconds of delay that computing the prompt causes to all streams of a decode node together.
+    """Return the delay that computing the prompt causes, summed over all streams of a decode node, in seconds.
 
-    It counts one stream more than the node has, so that an idle decode node is kept free for the next stream."""
+    It counts one more stream than the node has, so that an idle decode node is kept free for the next stream."""
     return (node.streams + 1) * compute_s
 
 

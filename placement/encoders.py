@@ -1,4 +1,4 @@
-"""Choice of the node that makes the rows of a request's images and audio, by seconds."""
+"""Chooses, by seconds, the node that encodes a request's images and audio into embeddings (rows)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from kvferry.placement.types import NodeKey
 
 USUAL_TOKENS_PER_S = 30.0
-"""Assumed rate of an encoder that has not encoded yet, in tokens of media per second: that of a slow CPU."""
+"""Rate assumed for an encoder that has not encoded yet, in tokens of media per second: that of a slow CPU."""
 BESIDE_PROMPTS = 2.0
-"""Factor on the seconds in which a node encodes that computes prompts, too: these wait meanwhile."""
+"""Factor on the encoding time of a node that also computes prompts, since those wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """One node that could make the rows.
+    """One node that could encode the media.
 
-    queued, missing      tokens of media that it encodes before them, and of the request's that it does not hold
+    queued, missing      tokens of media queued there, and the request's tokens that it does not hold
     tokens_per_s         learned rate; 0: unknown
     bytes, bytes_per_s   size of the rows, and the rate at which they are sent; 0 bytes: they stay on the node
     """
@@ -41,9 +41,9 @@ class Encoder:
 
 
 def ranked(encoders: Sequence[Encoder], own: Encoder) -> list[Encoder]:
-    """Return the encode nodes that are worth asking, the fastest first; none where the prompt's node needs no longer.
+    """Return the encode nodes that are worth asking, the fastest first; none if the prompt's node is as fast.
 
-    own: the node that computes the prompt. A node that has not encoded yet is taken to be as fast as that one. Equal
+    own: the node that computes the prompt. A node that has not encoded yet counts as fast as that one. Equal
     nodes stay in the order given."""
     if not own.missing:
         return []
@@ -53,5 +53,5 @@ def ranked(encoders: Sequence[Encoder], own: Encoder) -> list[Encoder]:
 
 
 def expected_s(tokens: int, rates: Iterable[float]) -> float:
-    """Return the seconds that tokens of media take, given the learned rates of the nodes that may encode them."""
+    """Return the seconds that tokens of media take, given the learned rates of possible nodes."""
     return tokens / (max(rates, default=0.0) or USUAL_TOKENS_PER_S)

@@ -1,4 +1,4 @@
-"""Decision whether a node fetches a prefix from another node instead of computing it."""
+"""Decides whether a node fetches a prefix from another node instead of computing it, and from which one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvferry.protocol.messages import Holder
 QUESTION_S = 0.003
 """Seconds for request, grant, commit and acknowledgement of a fetch between idle nodes."""
 LEAST_GAIN_S = 0.005
-"""Smallest gain, in seconds, for which a node fetches: estimates of node speeds are no more exact."""
+"""Minimum gain, in seconds, for which a node fetches: estimates of node speeds are not more exact."""
 CANDIDATES = 4
-"""Number of holders considered: those with the longest prefix, and of equal ones the least busy."""
+"""Number of holders considered: those with the longest prefix, and among equal ones the least busy."""
 TURN_TOKENS = 256
 """Tokens that a prefill node computes between two checks for requests; a fetch waits half of that on average."""
 
@@ -26,8 +26,8 @@ class Fetch(NamedTuple):
     """Fetch of a prefix from another node.
 
     holder      the node that supplies the blocks
-    cached_len  tokens that the fetching node has afterwards
-    seconds     for the fetch, and for computing the rest
+    cached_len  tokens that the fetching node then has
+    seconds     for the fetch and for computing the rest
     """
 
     holder: NodeView
@@ -36,9 +36,9 @@ class Fetch(NamedTuple):
 
 
 def holders(demand: Demand, nodes: Sequence[NodeView]) -> tuple[Holding, ...]:
-    """Return the nodes to fetch from; none for a migrating stream, which takes its blocks along.
+    """Return the nodes to fetch from; none for a migrating stream, which brings its blocks along.
 
-    Engines of others do not fetch prefixes: only kvferry's own do."""
+    Only kvferry's own engines fetch prefixes, not those behind adapters."""
     if not demand.fetches or demand.source:
         return ()
     able = [
@@ -81,7 +81,7 @@ def with_fetch(demand: Demand, placement: Placement, nodes: Sequence[NodeView]) 
 
 
 def fetch_s(holder: NodeView, tokens: int) -> float:
-    """Return the seconds to fetch this many tokens; the holder answers between two of its steps."""
+    """Return the seconds to fetch this many tokens; the holder answers between two steps."""
     lease = holder.lease
     turn_s = min(holder.waiting_tokens, TURN_TOKENS) / 2 / holder.rate
     turn_s += lease.rates.step_s / 2 if holder.streams else 0.0

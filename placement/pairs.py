@@ -1,4 +1,4 @@
-"""Search for the cheapest (prefill, decode) pair without trying each pair."""
+"""Search for the cheapest (prefill, decode) pair of nodes without trying each pair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Ready = tuple[float, int, NodeView]
 
 
 def exposed_s(blocks: int, last: int, block_s: float, compute_s: float) -> float:
-    """Return the seconds of shipping that computing cannot hide.
+    """Return the seconds of shipping that computing does not hide.
 
     blocks are shipped at block_s seconds each, while later ones are computed. Only the `last` ones, which the prompt's
     last chunk fills, are always exposed."""
@@ -34,7 +34,7 @@ def exposed_s(blocks: int, last: int, block_s: float, compute_s: float) -> float
 
 
 def pair_s(demand: Demand, first: First, ready: Ready) -> float:
-    """Return the cost of a pair in seconds; inf if no blocks may be shipped between the nodes."""
+    """Return the cost of a pair in seconds; inf if the pair may not ship blocks."""
     (first_s, compute_s, prefill), (decode_s, blocks, decode) = first, ready
     if demand.broken and not unbroken(demand, prefill.key, decode.key):
         return inf

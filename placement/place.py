@@ -1,4 +1,4 @@
-"""Placement: chooses the (prefill, decode) pair with the least cost in seconds.
+"""Main placement function: chooses the (prefill, decode) pair, or the single node, with the least cost in seconds.
 
     remote(P, D) = wait(P) + uncached(P)/rate(P) + exposed_bytes/bandwidth(P→D) + wait(D)
     local(D)     = wait(D) + uncached(D)/rate(D) + harm to the running streams of D
@@ -83,9 +83,9 @@ def place_among(groups: Sequence[tuple[Demand, Sequence[NodeView]]]) -> Placemen
 def _most_hopeful(
     refusals: Sequence[KvferryError], groups: Sequence[tuple[Demand, Sequence[NodeView]]]
 ) -> KvferryError:
-    """Return the error of the groups that refuse a request.
+    """Return the error for a request that all groups refuse.
 
-    It is not too long if it fits into the pool of a node that is only excluded for now."""
+    The request is not too long if it fits into the pool of a node that is only excluded for now."""
     if full := [error for error in refusals if isinstance(error, Overloaded)]:
         return min(full, key=lambda error: error.retry_after or 0.0)
     demand, _ = groups[0]
@@ -140,7 +140,7 @@ def _short(demand: Demand, decodes: Decodes) -> Decodes:
 
 
 def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
-    """Return the error that tells why no decode node takes the request."""
+    """Return the error that states why no decode node takes the request."""
     if not decodes:
         return no_nodes(demand.model)
     fitting = [node for node in decodes if fits(node, demand)]
@@ -184,7 +184,7 @@ def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.
 
 
 def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Decodes) -> Placement | None:
-    """Return the cheapest pair, or one whose halves both equal it; None if all pairs are broken."""
+    """Return the cheapest pair, or one with two equal halves; None if all pairs are broken."""
     shortest_s = min([queue_s(node, demand) for node in prefills]) if demand.worth else 0.0
     before = _firsts(demand, prefills, shortest_s)
     behind = [(wait + HANDOFF_S, blocks, node) for wait, blocks, node in decodes.plain]

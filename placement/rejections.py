@@ -1,13 +1,13 @@
-"""Errors for requests that cannot be placed, with the time to retry after."""
+"""Errors for requests that cannot be placed: no nodes, full, too long, too late; with the time to retry after."""
 
 from __future__ import annotations
 
 from kvferry.protocol.errors import ContextLengthExceeded, NoNodes, Overloaded
 
 NODES_S = 2.0
-"""Seconds until a running node is known: its lease is written every second and read twice a second."""
+"""Seconds until routers know a running node: its lease is written every second and read twice a second."""
 RETRY_S = (1.0, 30.0)
-"""Shortest and longest retry_after, in seconds."""
+"""Minimum and maximum retry_after, in seconds."""
 
 
 class TargetMissed(Overloaded):
@@ -20,9 +20,9 @@ def no_nodes(model: str) -> NoNodes:
 
 
 def no_nodes_alike(model: str) -> NoNodes:
-    """Return the error for a stream that has begun on nodes of a version of which none is left."""
+    """Return the error for a stream that began on nodes of a version that no live node has."""
     return NoNodes(
-        f"no node of the version that began this answer of the model {model!r} is left; nodes of other versions do not "
+        f"no live node has the version that began this answer of the model {model!r}; nodes of other versions do not "
         "continue it, since they would give other tokens",
         retry_after=NODES_S,
     )
@@ -43,7 +43,7 @@ def full(drained_s: float) -> Overloaded:
 
 
 def too_slow(until_s: float) -> TargetMissed:
-    """Return the error for a stream that no node can run within its target. until_s: until enough others ended."""
+    """Return the error for a stream that no node can run within its target. until_s: until enough streams ended."""
     return TargetMissed(
         "every decode node runs as many streams as it can without exceeding the tenant's target of the time between "
         "tokens",
@@ -52,7 +52,7 @@ def too_slow(until_s: float) -> TargetMissed:
 
 
 def too_late(by_s: float) -> Overloaded:
-    """Return the error for a request that would miss its deadline or target. by_s: by so many seconds."""
+    """Return the error for a request that would miss its deadline or target. by_s: seconds beyond it."""
     return Overloaded(
         "the queues are so long that this request would not start before its deadline or its tenant's target",
         retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),

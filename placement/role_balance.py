@@ -1,4 +1,4 @@
-"""Role balance: chooses the role of an elastic node from the load of a model's prefill and decode pools.
+"""Chooses the new role of an elastic node from the load of a model's prefill and decode pools.
 
 Both pools are measured as autoscalers measure them: the backlog of prompts in seconds of one node, and the number of
 decode nodes that the streams would fill. A pool with too few nodes gets one if the other pool would have enough without
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from kvferry.protocol.lease import NodeLease
 
 FULL, ROOMY = 0.9, 0.6
-"""Share of the decode nodes in use at which they are too few, and at which they are enough."""
+"""Shares of decode capacity in use at which decode nodes are too few, and at which they suffice."""
 BEHIND_S, CAUGHT_UP_S = 2.0, 0.5
-"""Backlog per prefill node, in seconds, at which they are too few, and at which they are enough."""
+"""Backlog per prefill node, in seconds, at which prefill nodes are too few, and at which they suffice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demands:
     """Total demand on a model's nodes.
 
-    backlog_s  seconds of one node for the prompts that wait, on nodes and in the router
-    pressure   decode nodes needed for the streams and for what waits for a slot
+    backlog_s  time one node needs for the prompts that wait, on nodes and in the router
+    pressure   decode nodes needed for the streams and for requests that wait for a slot
     """
 
     backlog_s: float
@@ -32,7 +32,7 @@ class Demands:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of a node's role. rest_s: seconds for which the model's roles must not have changed before."""
+    """Change of a node's role. rest_s: seconds since the last change of the model's roles, at least."""
 
     node: NodeLease
     role: str
@@ -45,10 +45,10 @@ def backlog_s(leases: Sequence[NodeLease]) -> float:
 
 
 def wanted(leases: Sequence[NodeLease], asked: Demands, rest_s: float) -> Change | None:
-    """Return the change that would help the nodes of one model, or None.
+    """Return the useful role change for the nodes of one model, or None.
 
-    None while a change is in progress or a node leaves, and for `rest_s` after the last change, unless no decode node
-    is left."""
+    None while a change is in progress or a node is leaving, and for `rest_s` after the last change, unless no decode
+    node is left."""
     staying = [lease for lease in leases if lease.state == "ready" and not lease.leaving]
     prefills = [lease for lease in staying if lease.role == "prefill"]
     decodes = [lease for lease in staying if lease.role == "decode"]

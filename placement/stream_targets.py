@@ -1,4 +1,4 @@
-"""Targets of the time between tokens: how many streams a decode node runs without exceeding one."""
+"""Targets of inter-token latency: how many streams a decode node can run without exceeding a tenant's target."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROUNDING = 1 + 1e-9
 
 
 def streams_over(node: NodeView, itl_s: float) -> float:
-    """Return how many streams must end before the node can take another one; 0 if none.
+    """Return the number of streams that must end before the node can take another one; 0 if none.
 
-    An idle node always takes one: no later time is better."""
+    An idle node always takes one, since waiting could not help."""
     if node.next_itl_s <= itl_s * ROUNDING:
         return 0
     rates, seats = node.lease.rates, node.lease.max_num_seqs or inf
@@ -30,7 +30,7 @@ def streams_over(node: NodeView, itl_s: float) -> float:
 def within_target(demand: Demand, halves: Iterable[Sequence[Ready]]) -> list[list[Ready]]:
     """Return the decode nodes that can take the stream within its target.
 
-    Raises TargetMissed without such a node, but returns all for a stream that has begun, which must go on."""
+    Raises TargetMissed without such a node, but returns all for a stream that has begun, which must continue."""
     given, limit_s = [list(half) for half in halves], demand.itl_s * ROUNDING
     fast = [[each for each in half if each[-1].next_itl_s <= limit_s] for half in given]
     if demand.patient:
@@ -51,7 +51,7 @@ def idle_prefills(prefills: Sequence[NodeView]) -> list[NodeView]:
 
 
 def _delayed(node: NodeView, demand: Demand) -> bool:
-    """Return whether a patient request would wait there, and others behind it."""
+    """Return whether a patient request would wait there and delay others."""
     return node.waiting_tokens > 0 or missing_blocks(node, demand) > 0
 
 

@@ -1,4 +1,4 @@
-"""Cached prefix of a prompt on a node, in its pool and slower tiers, and the seconds to read it."""
+"""Prefix of a prompt that a node can read from its pool and slower tiers, and the seconds to read it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def by_itself_s(node: NodeView, demand: Demand) -> float:
 
 
 def brought(node: NodeView, demand: Demand) -> TierRead:
-    """Return what the node itself reads of a prompt from its tiers.
+    """Return the part of a prompt that the node itself reads from its tiers.
 
-    The node reads what each tier has beyond the faster ones, and then the shared store, each if reading is faster than
+    It reads from each tier, and then from the shared store, what the faster ones lack, if reading is faster than
     computing."""
     reached = cached_len(node, demand)
     total, rate, size, seconds = demand.total_len, node.rate, node.lease.block_size, 0.0

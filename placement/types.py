@@ -1,4 +1,4 @@
-"""Input and output types of a placement."""
+"""Input and output types of a placement: NodeView, Demand, Holding and Placement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[NodeKey | None, NodeKey | None]
 """(prefill, decode); None stands for all nodes."""
 
 BACKLOG = 4
-"""Multiple of its pool, in blocks in use and requested, up to which a decode node accepts requests."""
+"""A decode node accepts requests until blocks in use and requested reach this multiple of its pool."""
 UNKNOWN_BLOCKS = 10**12
 """Number of blocks assumed for a pool of unknown size, so that it never limits."""
 STREAM_SHARE = 0.05
@@ -38,32 +38,32 @@ class TierPrefix(NamedTuple):
 class NodeView:
     """State of a live node for one placement: its lease, with the router's own dispatched requests added.
 
-    cached_len      leading tokens of this request that the node holds
-    waiting_tokens  prompt tokens queued there and not computed yet
-    streams         requests that run there or will run
-    pending_blocks  blocks granted to or requested for requests that do not run yet
-    kept            prefixes of this request in the node's own tiers, the fastest first
-    placed          increasing count at which the node was last chosen; equal nodes take turns by it
+    cached_len        leading tokens of this request that the node holds
+    waiting_tokens    prompt tokens queued there, not computed yet
+    streams           requests that run there or will run
+    pending_blocks    blocks granted to or requested for requests that do not run yet
+    kept              prefixes of this request in the node's own tiers, the fastest first
+    placed            increasing count at which the node was last chosen; equal nodes take turns by it
 
     Derived once per view, because each placement reads them for every node:
 
-    key             node id and epoch
-    role            of the node if it is ready, else empty
-    bare_size       tokens of a block if it holds nothing of this request, else 0
-    turn            order of equal nodes; the lowest comes first
-    counted         counts that equal nodes have in common, besides cached_len
-    rate            prompt tokens computed per second
-    queue_s         seconds until the queued prompt tokens are computed
-    step_s          seconds of a decode step, stretched by the streams
-    next_itl_s      seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
-    block_s         seconds to ship a block from there
-    gain_s          seconds saved per token by reading from the shared store instead of computing; 0 if none
-    total_blocks    of the pool
-    pool_tokens     capacity of the pool in tokens
-    free_blocks     free and not promised to other requests
-    unasked_blocks  free and not needed by queued prompts
-    ready_blocks    available at once to a request with nothing cached there
-    spare_blocks    that a decode node still accepts; negative if it has accepted more than its limit
+    key               node id and epoch
+    role              of the node if it is ready, else empty
+    bare_size         tokens of a block if the node holds nothing of this request, else 0
+    turn              order of equal nodes; the lowest comes first
+    counted           counts that equal nodes have in common, besides cached_len
+    rate              prompt tokens computed per second
+    queue_s           seconds until the queued prompt tokens are computed
+    step_s            seconds of a decode step, stretched by the streams
+    next_itl_s        seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
+    block_s           seconds to ship a block from there
+    gain_s            seconds saved per token by reading from the shared store instead of computing; 0 if none
+    total_blocks      of the pool
+    pool_tokens       capacity of the pool in tokens
+    free_blocks       free and not promised to other requests
+    unclaimed_blocks  free and not needed by queued prompts
+    ready_blocks      available at once to a request with nothing cached there
+    spare_blocks      for which a decode node still accepts requests; negative beyond its limit
     """
 
     lease: NodeLease
@@ -87,7 +87,7 @@ class NodeView:
     total_blocks: int = field(init=False, repr=False, compare=False)
     pool_tokens: int = field(init=False, repr=False, compare=False)
     free_blocks: int = field(init=False, repr=False, compare=False)
-    unasked_blocks: int = field(init=False, repr=False, compare=False)
+    unclaimed_blocks: int = field(init=False, repr=False, compare=False)
     ready_blocks: int = field(init=False, repr=False, compare=False)
     spare_blocks: int = field(init=False, repr=False, compare=False)
 
@@ -111,7 +111,7 @@ class NodeView:
         made.total_blocks = total
         made.pool_tokens = total * lease.block_size
         made.free_blocks = free
-        made.unasked_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
+        made.unclaimed_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
         made.ready_blocks = free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS
         made.spare_blocks = BACKLOG * total - load.active_blocks - self.pending_blocks
 
@@ -119,7 +119,7 @@ class NodeView:
 def _next_itl_s(lease: NodeLease, streams: int) -> float:
     """Return the expected seconds between the tokens of each stream once another one runs; see NodeView.
 
-    A node that does not tell what streams add to a step, behind an adapter, is judged by its recent streams."""
+    A node behind an adapter that does not report how much each stream adds is judged by its recent streams."""
     if not streams:
         return 0.0
     if 0 < lease.max_num_seqs <= streams:
@@ -131,7 +131,7 @@ def _next_itl_s(lease: NodeLease, streams: int) -> float:
 class Holding(NamedTuple):
     """A node that others may fetch a prompt's blocks from.
 
-    tokens: that it holds in whole blocks. seconds: to fetch all of them."""
+    tokens: number of tokens held in whole blocks. seconds: time to fetch them all."""
 
     node: NodeView
     tokens: int
@@ -154,9 +154,9 @@ class Demand:
     beside        node that has the KV of all tokens but the last, for a request that forks from one there
     local_only    use no prefill node
     source        decode node whose blocks the request takes along, for a migrating stream
-    worth         expected times that a token evicted for this request would have been reused
+    worth         expected number of reuses of a token evicted for this request
     itl_s         target of the mean seconds between its tokens; infinite: none
-    patient       it must delay no other request: it goes only where no prompt waits, and seats and blocks are free
+    patient       it must delay no other request: it goes only where no prompt waits, and slots and blocks are free
     adapter       id of the adapter that the nodes must have; empty: none
     modalities    media that the nodes must take
     model         name of the model, for errors
@@ -197,7 +197,7 @@ class Placement:
     cached_len     tokens that the node that computes the prompt is expected to reuse
     cost_s         estimated cost, in seconds
     first_token_s  expected seconds to the first token
-    queue_s        how many of them the prompt waits for prompts that came before it
+    queue_s        the part of first_token_s spent behind earlier prompts
     holder         node from which the prompt's node fetches blocks, if it does
     """
 

@@ -1,6 +1,6 @@
-"""Fast placement costs for nodes that hold nothing of a prompt, which are most nodes of a large cluster.
+"""Fast placement costs, by list operations, for the many nodes of a large cluster that hold nothing of a prompt.
 
-List operations compute them, since a call per node would take most of a placement's time. Every result equals, to the
+A call per node would take most of a placement's time. Every result equals, to the
 last bit, that of the per-node computation that the docstring names."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.placement.types import Demand, NodeView, unbroken
 from kvferry.protocol.layout import blocks_for
 
 NOBODY = ("", 0)
-"""Key of no node."""
+"""Key that stands for no node."""
 
 
 def apart(demand: Demand, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[NodeView]]:
@@ -117,7 +117,7 @@ def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
     fresh = blocks_for(demand.total_len, size)
     return [
         0.0
-        if fresh <= node.unasked_blocks
-        else worth * (min(fresh - node.unasked_blocks, node.lease.load.cached_blocks) * size) / node.rate
+        if fresh <= node.unclaimed_blocks
+        else worth * (min(fresh - node.unclaimed_blocks, node.lease.load.cached_blocks) * size) / node.rate
         for node in plain
     ]

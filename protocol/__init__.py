@@ -1,1 +1,1 @@
-"""Shared definitions of all processes: messages, sampling, block hashes, layout, errors, settings and metrics."""
+"""Definitions that all processes share: wire messages, sampling, block hashes, layout, errors, settings, metrics."""

@@ -1,4 +1,4 @@
-"""Metrics of an adapter about the engine beside it."""
+"""Metrics of an adapter: its engine's state, guarantees and transfers, and the mirror of the engine's cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.protocol.lease import GUARANTEES
 from kvferry.protocol.model_metrics import ModelRegistry
 
 CONTINUED_WAYS = ("resumed", "replayed")
-"""Ways in which an engine goes on with a stream of another node: behind its tokens, or from the prompt again."""
+"""Ways in which an engine continues a stream of another node: after its tokens, or from the prompt again."""
 
 
 class AdapterMetrics:
@@ -41,7 +41,7 @@ class AdapterMetrics:
         )
         self.continued = gauges(
             "kvferry_engine_continued_streams",
-            "Streams of other nodes that went on here, by way: resumed behind their tokens, replayed from the prompt.",
+            "Streams of other nodes that continued here, by way: resumed after their tokens, replayed from the prompt.",
             "way",
             CONTINUED_WAYS,
         )

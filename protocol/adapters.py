@@ -1,4 +1,4 @@
-"""Messages and names of LoRA adapters."""
+"""Wire messages about LoRA adapters: the names that nodes hold, and a router's request to load or unload one."""
 
 from __future__ import annotations
 

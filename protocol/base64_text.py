@@ -1,4 +1,4 @@
-"""Base64 of media, decoded in slices, so that no call holds the interpreter for long."""
+"""Decoding of media's base64 in slices, so that no call holds the interpreter lock for long."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ It also takes the alphabet of URLs, and characters that JSON escapes; see `decod
 
 
 def decoded_slices(text: str, begin: int = 0) -> Iterator[bytes]:
-    """Yield the bytes of the base64 behind the first `begin` characters. Raises ValueError where it is damaged.
+    """Yield the bytes of the base64 after the first `begin` characters. Raises ValueError where it is damaged.
 
     It takes what the standard library's strict mode takes."""
     size, padding = len(text) - begin, text.find("=", begin)
     if not size or size % 4 or 0 <= padding < len(text) - 2 or max(text.find("-", begin), text.find("_", begin)) >= 0:
-        raise ValueError("the text is cut off, or no base64")
+        raise ValueError("the text is cut off or not base64")
     for start in range(begin, len(text), SLICE):
         yield _decoded(text[start : start + SLICE])
 

@@ -1,4 +1,4 @@
-"""Metrics of a router's batches."""
+"""Router metrics of clients' batches: running, continued, and rows by result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of canary checks on a decode node."""
+"""Metrics of canary checks, in which a decode node recomputes received prompts and compares the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that router and worker processes share."""
+"""Settings that all processes share: model names, Redis, cluster, secret, host, TLS and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a router about encode nodes."""
+"""Router metrics of its calls to encode nodes, which encode images and audio."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.protocol.labels import ENCODE_OUTCOMES
 
 
 class EncodeMetrics:
-    """Metrics of calls to encode nodes. calls: by outcome. seconds: of those after which the rows were there."""
+    """Metrics of calls to encode nodes. calls: by outcome. seconds: of the calls that produced the embeddings."""
 
     def __init__(self, registry: CollectorRegistry, buckets: tuple[float, ...]) -> None:
         calls = Counter(

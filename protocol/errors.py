@@ -32,7 +32,7 @@ KvferryError                 500 server_error
 │  │  ├─ RegistryFull        503 registry_full (Redis has no memory for what was to be written)
 │  │  └─ RegistryRefuses     503 registry_refuses (Redis does not let us in, or forbids what we do: it may be mended)
 │  ├─ Draining               503 draining
-│  └─ Moved                  503 moved (of an attempt: a later one goes on with it at another node)
+│  └─ Moved                  503 moved (of an attempt: a later one continues it at another node)
 ├─ Incompatible              503 incompatible (fingerprints differ: the pair never works)
 │  └─ OtherCluster           403 other_cluster (no cluster secret was shown, or another one)
 ├─ DeadlineExceeded          504 deadline_exceeded
@@ -44,7 +44,7 @@ from __future__ import annotations
 from typing import Any
 
 LONGEST = 2000
-"""Longest message in characters; a message may quote a client's input of any length."""
+"""Maximum length of a message, in characters; a message may quote a client's input of any length."""
 
 
 class KvferryError(Exception):

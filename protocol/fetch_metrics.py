@@ -1,4 +1,4 @@
-"""Metrics of blocks fetched from and supplied to other nodes."""
+"""Worker metrics of KV blocks fetched from other nodes and supplied to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token deltas of step frames in compiled code, in processes that import this module.
+"""Compiled functions that decode, validate and join the token deltas of step frames, where they are installed.
 
 Without the extension, or with the variable KVFERRY_PURE, everything is left to Python: decoding to the codec, `plain`
 to `message_validation`, `join` to `delta_queue`. The results are the same, and errors come from Python alone."""

@@ -1,4 +1,4 @@
-"""Messages between the adapters of two engines of which one computes prompts and the other decodes.
+"""Messages between two adapters, by which the engine of one computes a prompt and the engine of the other decodes.
 
 The engines transfer the blocks themselves; the adapters pass on where they are. Durations are seconds."""
 
@@ -19,7 +19,7 @@ IN_ROOM = -1
 class HandoverOffer:
     """Prefill → decode, `POST /attempts/handover/offer`, while the prompt is computed; answered by a HandoverTicket.
 
-    sender: the prefill node. decode_epoch: of the process that is meant."""
+    sender: the prefill node. decode_epoch: of the process that the offer is for."""
 
     request_id: str
     attempt: int
@@ -44,7 +44,7 @@ class Handover:
     sender        the prefill node
     decode_epoch  of the process that is meant
     length        how many of the job's tokens the blocks are of
-    first_token   that the prefill engine drew behind them; IN_ROOM: the prompt is computed while the blocks travel
+    first_token   that the prefill engine drew after them; IN_ROOM: the prompt is computed while the blocks travel
     reference     the blocks' place in the engine's own words
     age_s         seconds from the end of the prefill to the arrival of the ticket; negative if it came before
     lease_s       seconds for which the prefill engine keeps the blocks"""

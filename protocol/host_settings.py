@@ -8,7 +8,7 @@ from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
 
 MOST_HOSTS = 64
-"""Most hosts of one node."""
+"""Maximum number of hosts of one node."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Most of a write's cost is per key. A row has ROW_BYTES: one byte for the block's place in its group, then 16 bytes.
 
 Place 0 is the first block of a chain, or a block that stands alone: the 16 bytes are its hash, which is the key. Places
-1 to GROUP are the blocks behind it: 8 bytes of the hash of the group's first block, which are the key, then 8 bytes of
+1 to GROUP are the blocks after it: 8 bytes of the hash of the group's first block, which are the key, then 8 bytes of
 the block's own hash. The latter tell it from other blocks under that key, also in chains that diverge within the group.
 """
 
@@ -23,7 +23,7 @@ def alone(block_hash: bytes) -> bytes:
 
 
 def behind(before: bytes, block_hash: bytes) -> bytes:
-    """Return the row of the block behind the one of row `before`; if that is empty, of a chain's first block."""
+    """Return the row of the block after the one of row `before`; if that is empty, of a chain's first block."""
     if not before:
         return alone(block_hash)
     place = before[0] % GROUP + 1

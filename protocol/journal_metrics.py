@@ -1,11 +1,11 @@
-"""Metrics of a router's journals: recorded requests, and what was resumed from them."""
+"""Router metrics of journals, which record requests so that they can be resumed or taken over."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 JOURNAL_FAILURES = ("store", "too_large", "evicted", "name_in_use")
-"""Reasons for which a request is not recorded: the store does not answer, or a bound."""
+"""Reasons for which a request is not recorded: the store does not answer, or a limit is reached."""
 TAKEOVER_KINDS = ("stream", "response", "batch")
 """Kinds of work that routers take over from one another."""
 
@@ -20,14 +20,14 @@ class JournalMetrics:
         )
         self.takeovers = Counter(
             "kvferry_takeovers",
-            "Requests that this router went on with after their router or client had left, by kind: stream, response, "
+            "Requests that this router continued after their router or client went away, by kind: stream, response, "
             "batch.",
             ["kind"],
             registry=registry,
         )
         self.resumed = Counter(
             "kvferry_answers_resumed",
-            "Answers that clients took up again: by Last-Event-ID, starting_after or Idempotency-Key.",
+            "Answers that clients resumed by Last-Event-ID, starting_after or Idempotency-Key.",
             registry=registry,
         )
         self.failures = Counter(

@@ -34,7 +34,7 @@ the layouts differ. refused: the node refused, drains or failed. outrun: a paral
 MISS_REASONS = tuple(dict.fromkeys(FOUND_MISSING + DEFLECTED))
 REFUSALS = ("rate", "queue", "limit")
 ERROR_ANSWERS = (("429", "overloaded"), ("503", "no_nodes"), ("500", "server_error"), ("504", "deadline_exceeded"))
-"""Most frequent error answers as (status, code); others occur."""
+"""The most frequent error answers as (status, code); others occur."""
 TARGET_OUTCOMES = ("met", "missed", "rejected")
 TOKEN_KINDS = ("prompt", "cached", "output")
 ROLES = ("prefill", "decode")

@@ -1,4 +1,4 @@
-"""Groups of layers whose K/V live equally long: those that attend to all tokens, and those with windows."""
+"""Division of a model's layers into groups by how long their K/V live: full attention, and attention windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LayerGroups:
     """Division of a model's cached layers into groups, each with pool blocks of its own.
 
     A block holds the K/V of block_size tokens over `full` layers. Layers that attend to all tokens fill one, which is
-    the block of a sequence's chain. Those with windows are cut into `count` groups of so many layers, the last one
+    the block of a sequence's chain. Those with windows are divided into `count` groups of as many layers, the last one
     perhaps smaller; one block of each makes a page. A sequence needs the pages of its last `window` tokens alone.
 
     windows: of each cached layer (`protocol.attention_window`), 0 for those that attend to all; both kinds occur. A
@@ -49,14 +49,14 @@ class LayerGroups:
         return places
 
     def first_page(self, tokens: int, block_size: int) -> int:
-        """Return the first page that a sequence of so many tokens needs to go on, or from its last full block on."""
+        """Return the first page that a sequence of `tokens` needs to continue, or from its last full block on."""
         return first_seen(tokens // block_size * block_size, self.window) // block_size
 
     def most_pages(self, block_size: int) -> int:
-        """Return the most pages that a sequence needs, one of them perhaps in part."""
+        """Return the maximum number of pages that a sequence needs, including a partly used one."""
         return -(-(self.window - 1) // block_size) + 1
 
     def blocks(self, tokens: int, block_size: int) -> int:
-        """Return the pool blocks that a sequence of so many tokens takes: its chain and the pages of its window."""
+        """Return the pool blocks that a sequence of `tokens` tokens takes: its chain and the pages of its window."""
         chain = -(-tokens // block_size)
         return chain + self.count * (chain - self.first_page(tokens, block_size))

@@ -1,4 +1,4 @@
-"""Layout of the KV pool, and the fingerprint that two nodes must share to exchange blocks."""
+"""Layout of the KV pool (`KVLayout`), and the fingerprint that two nodes must share to exchange blocks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class KVLayout:
 
     @property
     def window_pages(self) -> int:
-        """Return the most pages that a sequence needs; 0 unless layers with windows have blocks of their own."""
+        """Return the maximum number of pages that a sequence needs; 0 unless layers with windows have own blocks."""
         return self.groups.most_pages(self.block_size) if self.groups is not None else 0
 
     def of_rank(self, ranks: int) -> KVLayout:

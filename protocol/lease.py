@@ -1,4 +1,4 @@
-"""Lease of a node in the registry: address, role, capacity, load and rates. Durations are in seconds."""
+"""Lease of a node in the registry (`NodeLease`): address, role, capacity, load and rates; durations in seconds."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ GUARANTEES = (
     "greedy_resume", "seeded_resume", "greedy_replay", "seeded_replay", "batch_invariant", "kv_events", "embeds",
     "classifies",
 )  # fmt: skip
-"""What an engine behind an adapter may keep.
+"""Guarantees that an engine behind an adapter may give.
 
-greedy_resume, seeded_resume  a stream continues behind its delivered tokens with the same tokens
+greedy_resume, seeded_resume  a stream continues after its delivered tokens with the same tokens
 greedy_replay, seeded_replay  the prompt computed again gives the same tokens
 batch_invariant               a greedy output does not depend on what else runs
 kv_events                     the engine reports each block that it caches or evicts

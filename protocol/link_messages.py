@@ -1,4 +1,4 @@
-"""Control messages of the link between two nodes: grants, commits, fetches, copies and aborts.
+"""Control messages of the link between two nodes that transfers KV: grants, commits, fetches, copies and aborts.
 
 `transfer` numbers one ship; the sending process never reuses it."""
 
@@ -17,7 +17,7 @@ from kvferry.protocol.wire import message
 class Copy:
     """Request to a stream's buddy to keep the KV of these tokens, in full blocks.
 
-    most: it takes at most so many of the blocks that it lacks. namespace, adapter: parts of the root of their hashes,
+    most: maximum number of missing blocks to take. namespace, adapter: parts of the root of their hashes,
     as in a Job. media: of the tokens, without data. With recurrent layers, the tokens end at a checkpoint, whose blocks
     follow theirs."""
 
@@ -149,7 +149,7 @@ class CommitAck:
 @message(35, checked=True)
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Prefill → decode: the ship will not be completed; free the grant once its receives are quiet."""
+    """Prefill → decode: the ship will not be completed; free the grant once its receives have ended."""
 
     transfer: int
     reason: str

@@ -1,4 +1,4 @@
-"""Metrics of event-loop lag."""
+"""Metrics of event-loop lag: delay of timers, and time without a core."""
 
 from __future__ import annotations
 

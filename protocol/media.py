@@ -1,4 +1,4 @@
-"""Images, audio and video of a prompt, as an engine has prepared them, and their part in block hashes."""
+"""Messages about a prompt's images, audio and video: items as prepared by an engine, rendering, encoding, hashes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TRANSCRIPTION = "transcription"
 COMPRESSED_AUDIO = "compressed_audio"
 """Entry in a lease's modalities: the engine bounds the length of FLAC and Ogg in chats while it decodes them."""
 MAX_ITEMS, MAX_ITEM_BYTES = 64, 48 * 2**20
-"""Largest number of media of a prompt, and of their bytes together, which travel in one message."""
+"""Maximum number of media of a prompt, and of their total bytes, which travel in one message."""
 MAX_PIXELS = 2**25
-"""Largest number of pixels of one image: 33.5 million."""
+"""Maximum number of pixels of one image: 33.5 million."""
 
 
 _BYTES, _BIN_32 = struct.Struct(">BI"), 0xC6
@@ -33,7 +33,7 @@ class MediaItem:
 
     hash            engine's name of its content
     offset, length  range of the prompt's tokens that stand for it
-    data            engine's input tensors in the engine's own form; nothing is read from it. They travel behind the
+    data            engine's input tensors in the engine's own form; it is passed on unread. They travel after the
                     message, see `with_data`
     """
 
@@ -66,7 +66,7 @@ class RenderRequest:
 class RenderedPrompt:
     """Node → router: a prompt's tokens and its media in order of their offsets.
 
-    rope_offset: what is added to the places of tokens behind the last medium to get their rotary positions; 0 unless
+    rope_offset: what is added to the places of tokens after the last medium to get their rotary positions; 0 unless
     media take fewer positions than tokens."""
 
     token_ids: tuple[int, ...]
@@ -75,7 +75,7 @@ class RenderedPrompt:
 
     @property
     def sound(self) -> bool:
-        """Return whether the media lie in the prompt one behind the other, within the bounds of a message."""
+        """Return whether the media lie in the prompt one after the other, within the bounds of a message."""
         end = 0
         for item in self.media:
             if item.modality not in MODALITIES or not item.hash or item.offset < end or item.length < 1:
@@ -89,7 +89,7 @@ class RenderedPrompt:
 @message(76, checked=True)
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """Router → encode node, `POST /attempts/encode`: have the rows of these media ready for other nodes to fetch.
+    """Router → encode node, `POST /attempts/encode`: encode these media; other nodes fetch the rows.
 
     Answered by Encoded. Their data follow as in a job, see `with_data`.
 
@@ -105,7 +105,7 @@ class EncodeRequest:
 @message(77, checked=True)
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Encode node → router: the rows of all media are in its blocks; it computed those of `computed` media."""
+    """Encode node → router: the embeddings of all media are in its blocks; it computed those of `computed` media."""
 
     computed: int
 
@@ -124,7 +124,7 @@ def media_within(items: Sequence[MediaItem], length: int) -> tuple[MediaItem, ..
 
 
 def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
-    """Return a packed message with the data of its media behind it, each as a message of bytes.
+    """Return a packed message with the data of its media after it, each as a message of bytes.
 
     Inside the message each level of nesting would copy them, which takes a tenth of a second for 16 MiB."""
     parts = [part for item in items for part in (_BYTES.pack(_BIN_32, len(item.data)), item.data)]
@@ -132,9 +132,9 @@ def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
 
 
 def joined(items: Sequence[MediaItem], datas: Sequence[Any]) -> tuple[MediaItem, ...]:
-    """Return the media of a message with the data that came behind it. Raises WireError unless they fit."""
+    """Return the media of a message with the data that came after it. Raises WireError unless they fit."""
     if len(datas) != len(items) or not all(isinstance(data, bytes) for data in datas):
-        raise WireError(f"{len(datas)} messages behind one with {len(items)} media")
+        raise WireError(f"{len(datas)} messages after one with {len(items)} media")
     return tuple(replace(item, data=data) for item, data in zip(items, datas, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Metrics of images, audio and video in a worker's prompts."""
+"""Worker metrics of images, audio and video in prompts: encoded, cached, waiting and rendered."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvferry.protocol.model_metrics import ModelRegistry
 class MediaMetrics:
     """Media metrics of a worker.
 
-    items: by modality and outcome. seconds: of the encoder, by modality. cache_bytes, waiting: of now. renders: prompts
-    made of chats."""
+    items: by modality and outcome. seconds: of the encoder, by modality. cache_bytes, waiting: current values. renders:
+    prompts made of chats."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         items = registry.family(

@@ -1,4 +1,4 @@
-"""Settings about images, audio and video in requests."""
+"""Settings of routers and nodes about images, audio and video in requests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class MediaSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMediaSettings(CommonSettings):
-    """Settings of own nodes about media in prompts."""
+    """Settings of nodes with kvferry's own engine about media in prompts."""
 
     limit_mm_per_prompt: str = setting(
         "",
-        'most images, audios and videos of a prompt, as a JSON object such as {"image": 4}; 0 turns one off; '
+        'maximum images, audios and videos of a prompt, as a JSON object such as {"image": 4}; 0 turns one off; '
         "default: as many as the model and the router take",
     )
     language_model_only: bool = setting(
-        False, "load no tower for images or audio: prompts hold text alone, and the tower takes no memory"
+        False, "load no tower for images or audio: prompts hold only text, and the tower takes no memory"
     )
     mm_processor_cache_gb: float = setting(
         0.25, "GB of the model's representations of images and audio that each node keeps for prompts to come; 0: none",

@@ -1,4 +1,4 @@
-"""Messages between the router and its nodes.
+"""Messages between routers and nodes about requests: jobs, tokens, prefill, cancellation, migration and frames.
 
 All carry (request_id, attempt), which makes every step idempotent. Durations are seconds; none has a timestamp."""
 
@@ -62,13 +62,13 @@ class Job:
     trace             W3C `traceparent` of the attempt; empty: none
     ahead             of a migrating stream: output tokens beyond token_ids for which blocks are granted, too
     buddy             node to which a stream's full blocks are replicated while it runs (see Copy); None: none
-    newcomer          its tenant has used less of the nodes than others with running requests: its prompt goes first
+    newcomer          its tenant has used less of the nodes than others with running requests: its prompt is first
     predicted         (tokens, epoch): leading tokens that the router expects in the cache of the computing node or
                       fetched to it, and that process's epoch
     holder            node from which the computing node may fetch leading blocks of the prompt; None: none
     encoder           node from which it may fetch the rows of its media; None: it encodes them itself
     media             images, audio and video of the prompt in order, for nodes whose lease has their modalities
-    failures          attempts of the request that failed or were refused before, for which it goes ahead of others; a
+    failures          attempts of the request that failed or were refused before, for which it precedes others; a
                       second attempt beside one that runs has none
     session           name of the client's session (see protocol.sessions); empty: none
     retention         how long the client asks to keep the prompt's blocks, such as 1h; empty: none.

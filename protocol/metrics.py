@@ -71,7 +71,7 @@ class RouterMetrics:
         self.reuse = ReuseMetrics(r)
         self.account_violations = Counter(
             "kvferry_received_account_violations",
-            "First tokens whose reuse accounting the router found wrong: a bug of the node named in the log.",
+            "First tokens whose reuse accounting the router found wrong: a bug in the node named in the log.",
             registry=r,
         )
         self.placements = QuickCounter(
@@ -135,7 +135,7 @@ class RouterMetrics:
         self.errors = Counter(
             "kvferry_error_answers",
             "Requests answered 429 or 5xx, by status and the error's code: overloaded, no_nodes, "
-            "registry_unavailable and others; kvferry_requests_refused_total details the 429 of the router itself.",
+            "registry_unavailable and others; kvferry_requests_refused_total breaks down the router's own 429 answers.",
             ["status", "code"],
             registry=r,
         )
@@ -148,14 +148,15 @@ class RouterMetrics:
         )
         self.ttft_targets = Counter(
             "kvferry_ttft_targets",
-            "Requests of tenants with ttft_ms, by outcome: met, missed, rejected (at once: it would have been missed).",
+            "Requests of tenants with ttft_ms, by outcome: met, missed, rejected (on arrival, since the target would "
+            "have been missed).",
             ["tenant", "outcome"],
             registry=r,
         )
         self.itl_targets = Counter(
             "kvferry_itl_targets",
             "Requests of tenants with itl_ms, by outcome: met or missed by the mean time between the tokens of the "
-            "slowest sequence, rejected (at once: it would have been missed).",
+            "slowest sequence, rejected (on arrival, since the target would have been missed).",
             ["tenant", "outcome"],
             registry=r,
         )
@@ -166,21 +167,21 @@ class RouterMetrics:
         self.batches = BatchMetrics(r)
         self.scaling = RouterScaling(r)
         self.e2e.labels()
-        _exist(self.requests, labels.ENDPOINTS, ("200",))
-        _exist(self.placements, labels.PLACEMENT_KINDS)
-        _exist(self.retries, labels.RETRY_STEPS)
-        _exist(self.refused, labels.REFUSALS)
+        _create_children(self.requests, labels.ENDPOINTS, ("200",))
+        _create_children(self.placements, labels.PLACEMENT_KINDS)
+        _create_children(self.retries, labels.RETRY_STEPS)
+        _create_children(self.refused, labels.REFUSALS)
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
-        _exist(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
+        _create_children(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
         for targets in (self.ttft_targets, self.itl_targets):
-            _exist(targets, ("",), labels.TARGET_OUTCOMES)
+            _create_children(targets, ("",), labels.TARGET_OUTCOMES)
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""
         self.scaling.exist(model)
         self.reuse.of(model)
-        _exist(self.nodes, labels.NODE_ROLES, labels.NODE_STATES, (model,))
+        _create_children(self.nodes, labels.NODE_ROLES, labels.NODE_STATES, (model,))
         return ModelMetrics(
             ttft=self.ttft.labels(model),
             itl=self.itl.labels(model),
@@ -189,7 +190,7 @@ class RouterMetrics:
         )
 
 
-def _exist(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:
+def _create_children(metric: Counter | Gauge | Histogram, *values: tuple[str, ...]) -> None:
     """Create the children of all combinations of these label values."""
     for combination in product(*values):
         metric.labels(*combination)

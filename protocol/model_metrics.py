@@ -1,4 +1,4 @@
-"""Metrics with the label `model_name`: a router's metrics of one model, and a worker's registry."""
+"""Metrics with the label `model_name`: a router's metrics of one model, and a registry that adds the label."""
 
 from __future__ import annotations
 

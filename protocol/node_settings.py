@@ -1,4 +1,4 @@
-"""Settings that all nodes share, and those of nodes whose engine is another server."""
+"""Settings of all nodes, of adapters beside other engines, and of `kvferry serve` with other engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NodeSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(CommonSettings):
-    """Settings of `kvferry adapt` and `kvferry serve` about an engine of others."""
+    """Settings of `kvferry adapt` and `kvferry serve` about an engine that is another server."""
 
     engine_api_key: str = setting(
         "", "API key of the engine; pass it by a file or the environment variable, which other users cannot see"
@@ -36,7 +36,7 @@ class EngineSettings(CommonSettings):
     engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
     engine_modalities: str = setting(
         "auto",
-        "images, audio and video in prompts; auto: as measured when the node joins, none: text alone",
+        "images, audio and video in prompts; auto: as measured when the node joins, none: only text",
         choices=("auto", "none"),
     )
     engine_pooling: str = setting(
@@ -72,13 +72,13 @@ class AdapterSettings(NodeSettings, EngineSettings):
     tokenizer: str = setting(
         "",
         "model whose files hold the tokenizer (directory, .gguf file, hub id), for an OpenAI server that sends text "
-        "without token ids or does not tell the length of its context",
+        "without token ids or does not report its context length",
     )
-    kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine says")
-    kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine says")
+    kv_events: str = setting("", "ZeroMQ address of the engine's KV events; default: as the engine reports")
+    kv_events_replay: str = setting("", "ZeroMQ address that replays KV events; default: as the engine reports")
     decode_graphs_gb: float = setting(
         0.0,
-        "GB of GPU memory that an elastic engine needs for CUDA graphs before it decodes; 0: as the engine says",
+        "GB of GPU memory that an elastic engine needs for CUDA graphs before it decodes; 0: the engine's own default",
         least=0,
     )
     canary_rate: float = setting(
@@ -114,7 +114,7 @@ class LocalSettings(AttachSettings):
 
     routers: int = setting(
         1,
-        "routers with ports of their own, from --port on; streams of one that dies go on at another",
+        "routers with ports of their own, from --port on; streams of one that dies continue at another",
         least=1,
         most=16,
     )

@@ -1,4 +1,4 @@
-"""Reuse account of a prompt: cached tokens, computed tokens, and reasons for missed predictions."""
+"""Reuse account of a prompt (`Reuse`): cached and computed tokens, and reasons for missed predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Missed = tuple[tuple[str, int], ...]
 class Reuse:
     """Reuse account of a prompt: prompt_len = reused_prefill + reused_decode + fetched + computed.
 
-    missed: computed tokens right behind the reused ones that were predicted to be cached (Job.predicted), by the reason
+    missed: computed tokens right after the reused ones that were predicted to be cached (Job.predicted), by the reason
     that the node knows. written: tokens in computed blocks that later prompts may reuse."""
 
     prompt_len: int

@@ -1,4 +1,4 @@
-"""Identity of a process of the cluster: its node id and the epoch of its start."""
+"""Type of a process's identity in the cluster: its node id and the epoch of its start."""
 
 from __future__ import annotations
 

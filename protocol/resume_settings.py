@@ -1,4 +1,4 @@
-"""Settings of routers about requests that go on after a break."""
+"""Settings of routers about recording requests, so that clients can resume streams after a break."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvferry.protocol.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeSettings(CommonSettings):
-    """Settings of a router about streams that clients take up again."""
+    """Settings of a router about streams that clients resume."""
 
     resume_window: float = setting(
-        60.0, "seconds after a break or an end for which clients can take up an answer again; 0: off", least=0
+        60.0, "seconds after a break or an end for which clients can resume an answer; 0: off", least=0
     )
     resume_record_kib: int = setting(
         1024,

@@ -28,7 +28,7 @@ class ReuseMetrics:
         )
         self.misses = counter(
             "kvferry_reuse_miss_tokens",
-            f"Prompt tokens expected and not reused, by model and reason: {', '.join(labels.MISS_REASONS)}.",
+            f"Prompt tokens expected but not reused, by model and reason: {', '.join(labels.MISS_REASONS)}.",
             "reason",
         )
 

@@ -1,4 +1,4 @@
-"""Message that changes the role of an elastic node."""
+"""Message by which a router changes the role of an elastic node."""
 
 from __future__ import annotations
 

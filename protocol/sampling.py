@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: wire message and validation."""
+"""Sampling parameters of a request (`SamplingParams`): wire message and validation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from kvferry.protocol.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token in logprobs and prompt_logprobs."""
+"""Maximum number of alternatives per token in logprobs and prompt_logprobs."""
 MAX_LOGIT_BIAS = 300
-"""Most entries of logit_bias."""
+"""Maximum number of entries of logit_bias."""
 MAX_ALLOWED = 2**15
-"""Most entries of allowed_token_ids."""
+"""Maximum number of entries of allowed_token_ids."""
 MAX_BAD_WORDS = 256
-"""Most sequences of bad_words."""
+"""Maximum number of sequences in bad_words."""
 MAX_COUNT = 2**31 - 1
-"""Largest value of any count of tokens."""
+"""Maximum value of any count of tokens."""
 REPETITION = (0.01, 100.0)
 """Bounds of the repetition penalty, with which logits divided or multiplied by it stay finite."""
 
@@ -134,7 +134,7 @@ class SamplingParams:
             banned.update(self.ending_token_ids)
         if banned.issuperset(allowed):
             raise InvalidRequest(
-                "allowed_token_ids leaves nothing that bad_words and min_tokens let be drawn", param="allowed_token_ids"
+                "bad_words and min_tokens exclude all tokens of allowed_token_ids", param="allowed_token_ids"
             )
 
 

@@ -1,4 +1,4 @@
-"""Settings of a node that works as an engine of other projects' routers."""
+"""Settings of a decode node that serves vLLM's token API, KV events and metric names to other routers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.protocol.speech_settings import SpeechSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOutSettings(SpeechSettings):
-    """Settings of vLLM's API of token ids, KV events and metric names on a node of our own."""
+    """Settings of vLLM's API of token ids, KV events and metric names on a node with kvferry's own engine."""
 
     enable_scale_out: bool = setting(
         False, "let a decode node serve POST /inference/v1/generate, vLLM's API of token ids, to other routers"

@@ -1,4 +1,4 @@
-"""Metrics for autoscaling of node pools.
+"""Metrics by which autoscalers size node pools: backlog, pressure, prefill rate and latency.
 
 Each process reports its own part; the sum over all processes is the pool's value."""
 
@@ -41,11 +41,11 @@ class NodeScaling:
         )
         self.admission_wait = gauge(
             "kvferry_admission_wait_seconds",
-            "Seconds for which the next request has waited for a slot or for blocks. Take the largest.",
+            "Seconds for which the next request has waited for a slot or for blocks. Use the maximum.",
         )
         self.itl_ratio = gauge(
             "kvferry_inter_token_target_ratio",
-            "Inter-token latency of streams here, relative to --itl-target-ms; 0 without streams. Take the largest.",
+            "Inter-token latency of streams here, relative to --itl-target-ms; 0 without streams. Use the maximum.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Metrics of sessions whose blocks a worker's pool holds."""
+"""Worker metrics of client sessions whose blocks the pool holds: paused, returned and evicted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SessionMetrics:
         returns = registry.family(
             Counter,
             "kvferry_session_returns",
-            "Requests that went on with an earlier session, by what was in the pool: kept (all that it had left), "
-            "partial, lost (nothing of its own).",
+            "Requests that continued an earlier session, by what was in the pool: kept (all of its blocks), "
+            "partial, lost (none of its own blocks).",
             ["role", "outcome"],
         )
         evicted = registry.family(

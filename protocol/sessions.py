@@ -1,4 +1,4 @@
-"""Sessions of clients: their names on the wire, and what routers tell nodes about them."""
+"""Client sessions: their names on the wire, and the message in which routers report tool calls and closed sessions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvferry.protocol.wire import message
 NAME_BYTES = 12
 """Bytes of a session's name on the wire, written as hexadecimal digits."""
 TOOL_GROUPS = 64
-"""Groups of tools whose pauses a node learns apart, for each tenant."""
+"""Groups of tools whose pauses a node learns separately, for each tenant."""
 MAX_NOTES = 1024
-"""Most requests and most sessions in one message."""
+"""Maximum number of requests, and of sessions, in one message."""
 
 
 def session_name(tenant: str, given: str) -> str:
@@ -36,7 +36,7 @@ def tool_group(names: Collection[str]) -> int:
 @message(69, checked=True)
 @dataclass(frozen=True, slots=True)
 class SessionNotes:
-    """Router → any node, `POST /sessions`: what the router knows of sessions whose blocks the node may have.
+    """Router → any node, `POST /sessions`: what the router knows about sessions whose blocks the node may have.
 
     tools: ids of ended requests whose output calls tools; groups: of these tools, one for each id; closed: names of
     sessions that their clients closed."""

@@ -1,4 +1,4 @@
-"""Definition of one settings field: flag help, choices and bounds."""
+"""Function that defines one field of a settings class: default, flag help, choices and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of each process as frozen dataclasses, parsed once by the command line.
+"""Settings of router, workers and `kvferry serve` as frozen dataclasses, which the command line parses.
 
 Every field is a flag (`--max-num-seqs`) and an environment variable (`KVFERRY_MAX_NUM_SEQS`). Only the command line
 reads the environment."""
@@ -18,12 +18,12 @@ from kvferry.protocol.setting import setting
 CPU_POOL_GIB = 1.0
 """Default size of a worker's KV pool on a CPU, in GiB."""
 MOST_GIB = 2**20
-"""Largest size of any memory setting in GiB, a PiB; it rejects infinity."""
+"""Maximum size of any memory setting in GiB, a PiB; it rejects infinity."""
 DEMO = "smollm2"
 MODEL = f"Hugging Face directory, hub id, .gguf file, or '{DEMO}' (the demo model)"
 QUEUE_TIMEOUT = "seconds a request waits while no node can take it; then 503 if there is no node, 429 if all are full"
 CANARY_WEIGHT = "share (0 to 1) of new requests for the nodes of --canary-engine, while they can decode; -1: no canary"
-CANARY_ENGINE = "prefix of the canary's engine (vllm 0.32) or fingerprint; newest: the version that came last"
+CANARY_ENGINE = "prefix of the canary's engine (vllm 0.32) or fingerprint; newest: the version that joined last"
 MODELS = f"{MODEL}; repeat it for several models, with --served-model-name in the same order"
 
 
@@ -38,7 +38,7 @@ class RouterSettings(BatchSettings, ResumeSettings):
     model: tuple[str, ...] = setting((DEMO,), MODELS)
     pooling: str = setting(
         "auto",
-        "pooling of token vectors; auto: as the model's files say, else last (decoders) or mean (encoders)",
+        "pooling of token vectors; auto: from the model's files, else last (decoders) or mean (encoders)",
         choices=("auto", "last", "cls", "mean"),
     )
     api_key: str = setting("", "API key that clients must send as a bearer token; empty: none")

@@ -1,4 +1,4 @@
-"""Metrics of speculative decoding on a worker."""
+"""Worker metrics of speculative decoding: tokens drafted and accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about audio whose words an engine writes down."""
+"""Messages of a transcription: a router's request with audio, and the parts of a node's answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SpeechRequest:
 
     translate   into English, instead of the language that is spoken
     fields      names and values of the OpenAI API's form, besides file and model
-    filename    name of the audio file; engines may tell the format by it
+    filename    name of the audio file; engines may infer the format from it
     deadline_s  seconds left for the request when the message was sent
     """
 

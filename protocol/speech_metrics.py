@@ -1,4 +1,4 @@
-"""Metrics of a node that transcribes speech."""
+"""Metrics of a node that transcribes speech: seconds of audio and silence, windows, fallbacks and tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.protocol.model_metrics import ModelRegistry
 
 
 class SpeechMetrics:
-    """Counters of what was heard and written. All exist from the start, at zero."""
+    """Counters of transcription. All exist from the start, at zero."""
 
     def __init__(self, registry: ModelRegistry) -> None:
         def counter(name: str, help: str) -> Counter:
@@ -21,4 +21,4 @@ class SpeechMetrics:
             "kvferry_speech_fallbacks",
             "Texts of windows that looked wrong and were drawn again at a higher temperature.",
         )
-        self.tokens = counter("kvferry_speech_tokens", "Tokens that the decoder drew, those of fallbacks included.")
+        self.tokens = counter("kvferry_speech_tokens", "Tokens that the decoder drew, including those of fallbacks.")

@@ -1,4 +1,4 @@
-"""Settings of a node that transcribes speech."""
+"""Settings of a node that transcribes speech with Whisper: the longest audio file."""
 
 from __future__ import annotations
 

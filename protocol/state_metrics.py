@@ -1,4 +1,4 @@
-"""Metrics of recurrent states on a worker."""
+"""Worker metrics of recurrent states: checkpoints saved into and loaded from the pool."""
 
 from __future__ import annotations
 

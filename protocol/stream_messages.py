@@ -1,4 +1,4 @@
-"""Messages that keep a token stream between a node and a router."""
+"""Message by which a router acknowledges the frames of a node's token stream (`Seen`)."""
 
 from __future__ import annotations
 

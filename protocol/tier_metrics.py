@@ -1,4 +1,4 @@
-"""Metrics of a worker's KV tiers."""
+"""Worker metrics of KV tiers (host memory, disk, remote store): reads, blocks, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TierMetrics:
     """KV tier metrics of a worker, by tier.
 
     reads: by outcome. blocks: by way (read, written, lost). seconds: duration of the reads that brought blocks. bytes:
-    held now in the node's own tiers."""
+    in the node's own tiers."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
         def counters(name: str, help: str, label: str, known: tuple[str, ...]) -> dict[str, dict[str, Counter]]:

@@ -1,4 +1,4 @@
-"""msgpack codec of wire messages, and their framing in streams.
+"""msgpack codec of wire messages: numbered classes, type checks, and a reader of messages in a byte stream.
 
 A message is an ExtType: its code is the class's number, its payload the list of its fields. Tuples travel as lists and
 are restored. Unknown codes and wrong field counts raise WireError. Fingerprints reject peers of another wire version
@@ -19,11 +19,11 @@ from kvferry.protocol.fast_init import fast_init
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Largest buffered part of a stream, in bytes."""
+"""Maximum buffered part of a stream, in bytes."""
 MAX_ITEMS = 2**22
-"""Most items of one list or map, since one byte on the wire may become a hundred in memory."""
+"""Maximum number of items of one list or map, since one byte on the wire may become a hundred in memory."""
 MAX_DEPTH = 8
-"""Deepest nesting of messages: each level is a call on the C stack, which hostile bytes could exhaust."""
+"""Maximum nesting of messages: each level is a call on the C stack, which hostile bytes could exhaust."""
 BUFFER_BYTES = 256
 """Initial size in bytes of read and write buffers, which grow.
 
@@ -86,7 +86,7 @@ def code_of(cls: type) -> int:
 
 
 def compiled(code: int, decode: Callable[[bytes], Any]) -> None:
-    """Let `decode` make outermost messages of this number from their payload; None leaves one to this codec."""
+    """Register `decode` for top-level messages with this number; where it returns None, this codec decodes them."""
     _COMPILED[code] = decode
 
 
@@ -120,7 +120,7 @@ class FrameReader:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no part of a message waits for its rest."""
+        """Return whether no incomplete message is buffered."""
         return bool(self._unpacker.tell() == self._fed)
 
     def feed(self, data: bytes) -> Iterator[Any]:
@@ -162,7 +162,7 @@ def _from_ext(code: int, data: bytes, depth: int = 0) -> Any:
     if cls in _CHECKED:
         for name, fits, value in zip(_FIELDS[cls], _checks(cls), values, strict=True):
             if not fits(value):
-                raise ValueError(f"{cls.__name__}.{name} is of another type")
+                raise ValueError(f"{cls.__name__}.{name} has the wrong type")
     return cls(*values)
 
 

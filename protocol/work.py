@@ -1,4 +1,4 @@
-"""Kinds of work in a job: generate, embed or classify, with sampling and grammar."""
+"""Kinds of work in a job (Generate, Embed, Classify), and the grammar that constrains an output."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Embed:
 
     pooling     last: of the last token; cls: of the first; mean: over all
     normalize   scale to length 1
-    dimensions  how many numbers to keep, before normalising; 0: all"""
+    dimensions  number of dimensions to keep, before normalising; 0: all"""
 
     pooling: str = "last"
     normalize: bool = True

@@ -1,4 +1,4 @@
-"""Worker metrics: names, help and labels, bound to the worker's role."""
+"""Metrics of a worker (`WorkerMetrics`): names, help and labels, bound to the worker's role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation of names of policies, workloads, evictions and models."""
+"""Check that an option's value is one of the known names."""
 
 from __future__ import annotations
 

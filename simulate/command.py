@@ -1,4 +1,4 @@
-"""Implementation of `kvferry simulate`."""
+"""Implementation of `kvferry simulate`: runs each workload under each policy and prints the results."""
 
 from __future__ import annotations
 

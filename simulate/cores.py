@@ -8,7 +8,7 @@ from typing import Protocol
 from kvferry.simulate.machine import Machine
 
 LEAST = 0.05
-"""Least share of full speed that streams keep, however much prompts take."""
+"""Minimum share of full speed that streams keep beside prompts."""
 
 
 class Computing(Protocol):

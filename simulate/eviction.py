@@ -1,4 +1,4 @@
-"""Alternative eviction policies to compare with the engine's own, in the simulator only.
+"""Eviction policies that the simulator compares with the engine's own: GDSF, S3-FIFO and others by name.
 
 Each replaces a pool's `ValueEviction`. A block with children in the pool is never evicted: chains are evicted from
 their tails."""
@@ -24,11 +24,11 @@ EVICTIONS = ("value", "lru", "slru", "s3fifo", "gdsf", "gdsf-cost")
 SMALL = 10
 """Divisor of the pool for S3-FIFO: one block in SMALL may be in the queue of blocks used once."""
 MOST_USES = 3
-"""Highest use count that S3-FIFO keeps per block."""
+"""Maximum use count that S3-FIFO keeps per block."""
 COST_BLOCKS = 512
 """Position in blocks at which recomputing a block costs twice as much (Machine.attention_len)."""
 MOST_LOOKS = 64
-"""Queue heads that are tried per eviction; then the block that is idle for longest is evicted."""
+"""Maximum number of queue heads tried per eviction; then the block idle for longest is evicted."""
 
 
 def order_of(name: str, pool: BlockPool, clock: Callable[[], float] | None = None) -> EvictionOrder:

@@ -42,7 +42,7 @@ class Grants:
         self._asking = deque(each for each in self._asking if each[0] is not run)
 
     def seat(self, memory: Memory, streams: int) -> None:
-        """Grant requests in order while blocks and seats last, beside so many streams."""
+        """Grant requests in order while blocks and slots last, beside `streams` streams."""
         size = self._machine.block_size
         while self._asking and streams + len(self.held) < self._machine.max_num_seqs:
             run, granted = self._asking[0]

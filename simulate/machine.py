@@ -1,4 +1,4 @@
-"""Hardware model of one simulated node: compute, link and tier rates."""
+"""Hardware model of one simulated node (`Machine`): rates of compute, link and tiers, and pool sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
     block_size            tokens per KV block; a larger one than the cluster's makes a simulation faster
     block_bytes, blocks   of the pool
     page_blocks, window_pages   blocks of a page of layers with windows, and pages that a sequence holds at most; or 0
-    max_num_seqs          streams at once
+    max_num_seqs          concurrent streams
     host_blocks, disk_blocks    capacity of the host and disk tiers (`--kv-host-gib`, `--kv-disk-gib`)
     host_block_s, disk_block_s  seconds to read a block from there
     media_tokens_per_s    tokens of images and audio that an encode node encodes
@@ -57,7 +57,7 @@ class Machine:
                 raise ConfigError(f"{field.name} must be from {least:g} to {most:g}, not {value}", param=field.name)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks that a sequence of so many tokens takes, those of its windows included."""
+        """Return the blocks that a sequence of `tokens` tokens takes, including those of its windows."""
         chain = blocks_for(tokens, self.block_size)
         return chain + self.page_blocks * min(chain, self.window_pages)
 
@@ -71,7 +71,7 @@ class Machine:
         return self.work(start, end) / self.prefill_tokens_per_s
 
     def decode_s(self, streams: int, context: float) -> float:
-        """Return the seconds of a decode step with so many streams and so many context tokens in total."""
+        """Return the seconds of a decode step with `streams` streams and `context` context tokens in total."""
         return self.step_s + self.stream_s * streams + self.context_s * context
 
 

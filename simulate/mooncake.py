@@ -21,7 +21,7 @@ FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512
 """Prompt tokens of one hash id."""
 MOST_TOKENS = 1 << 24
-"""Largest length of a prompt or output, in tokens."""
+"""Maximum length of a prompt or output, in tokens."""
 MOST_MS = 10**15
 """Largest timestamp in milliseconds, beyond which a float loses milliseconds."""
 

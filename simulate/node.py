@@ -67,7 +67,7 @@ class Node:
         self.tiers.bring(run, self.memory, run.decode is self, lambda: self._enter(run, done))
 
     def join(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
-        """Start a stream, whose blocks are all here, that has so many more tokens to generate."""
+        """Start a stream, whose blocks are all here, that has `tokens` more tokens to generate."""
         self._advance()
         self.grants.held.pop(run, None)
         self.streams.join(run, tokens, done)

@@ -1,4 +1,4 @@
-"""Capacity plan: number of nodes per role for a load, estimated and then checked by simulation."""
+"""`kvferry plan`: number of nodes per role for a load, estimated by arithmetic and then checked by simulation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvferry.simulate.trace_writer import Asked, Writer
 BUSY = 0.7
 """Share of its time that a prefill node computes in the first guess; beyond it queues grow."""
 MOST_NODES = 4096
-"""Most nodes of each role that are simulated."""
+"""Maximum number of simulated nodes of each role."""
 MOST_CHECKS = 24
-"""Most simulations per plan."""
+"""Maximum number of simulations per plan."""
 SHARED_PREFIXES = 4
 """Different shared prefixes in the trace."""
 

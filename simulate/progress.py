@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 LINE_S = 10.0
-"""Shortest time between two lines, in seconds."""
+"""Minimum time between two lines, in seconds."""
 
 
 class SimulationProgress:

@@ -54,7 +54,7 @@ class Prompts:
         return self._queued + sum(prompt.tokens_left for prompt in self.begun)
 
     def enter(self, run: Run, tokens: int, done: Callable[[], None]) -> None:
-        """Queue a prompt with so many tokens to compute."""
+        """Queue a prompt with `tokens` tokens to compute."""
         self._entered += 1
         place = (not run.delivered, self.shared + tokens, self._entered)
         heappush(self.waiting, Prompt(place, run, tokens, done))

@@ -1,4 +1,4 @@
-"""Probe of a running cluster for rates that leases do not contain.
+"""Measures a running cluster by requests for the rates that leases do not contain (`--probe`).
 
 A few requests to an idle cluster measure the fixed cost of a request, the step time that each stream adds, and how
 prompts and streams slow each other down."""
@@ -27,7 +27,7 @@ ROUNDS = 3
 STREAMS, TOKENS = 3, 24
 """Concurrent streams, and tokens of each of them and of a single one."""
 BESIDE_TOKENS = 400
-"""Most tokens of a stream beside which a prompt is computed; it is cancelled once the prompt is done."""
+"""Maximum number of tokens of a stream beside which a prompt is computed; it is cancelled once the prompt is done."""
 LEAST_SHARE, OWN = 0.05, 0.9
 """Bounds of the share of its speed that a prompt keeps beside streams.
 

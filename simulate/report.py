@@ -1,4 +1,4 @@
-"""Lease of a simulated node, for its registry."""
+"""Builds the lease that a simulated node writes to the simulated registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LRU and segmented LRU, the engine's former eviction order, for comparison."""
+"""LRU and segmented LRU (the engine's former eviction policy), and a base for policies that ignore sessions."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class WithoutSessions:
 class SegmentedLru(WithoutSessions):
     """Segmented LRU (Karedla et al., 1994).
 
-    Blocks that were found again leave after the others; at most `protected` of them count as such. Among equals the one
-    that is idle for longest leaves first. Users of a block use those before it and release it first, so it leaves
+    Blocks that were reused are evicted after the others; at most `protected` count as such. Among equals the one
+    idle for longest is evicted first. Users of a block also use those before it and release it first, so it is evicted
     before its parent. `protected` 0: LRU."""
 
     def __init__(self, protected: int) -> None:

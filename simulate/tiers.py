@@ -14,7 +14,7 @@ from kvferry.simulate.memory import COPY_KEPT, Memory
 from kvferry.simulate.scenario import Run
 
 GROUP = 64
-"""Most blocks of a chain that are written together (kv_transfer/tiers/files.py)."""
+"""Maximum number of blocks of a chain that are written together (kv_transfer/tiers/files.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class Tier:
         return next((index for index, each in enumerate(hashes) if each not in self._catalog), len(hashes))
 
     def write(self, hashes: Sequence[bytes]) -> None:
-        """Store the blocks of a chain that are missing, behind those that are here; evict the oldest groups."""
+        """Store the blocks of a chain that are missing, after those that are here; evict the oldest groups."""
         here = self.run(hashes)
         if here and (last := self._catalog.find(hashes[here - 1])):
             self._catalog.touch(last)
@@ -58,7 +58,7 @@ class Tier:
             self._change((), self._catalog.leave(oldest))
 
     def read_s(self, blocks: int, now: float) -> float:
-        """Return the seconds until so many blocks are read, after reads in progress."""
+        """Return the seconds until `blocks` blocks are read, after reads in progress."""
         return max(0.0, self._free_s - now) + blocks * self.block_s
 
     def read(self, hashes: Sequence[bytes], blocks: int, now: float) -> None:

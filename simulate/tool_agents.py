@@ -28,7 +28,7 @@ TOOLS = (
 def tool_agents(asked: Asked) -> list[Scenario]:
     """Return a trace of agents of 12 applications, whose only tool takes 1 to 60 s, beside requests that come once.
 
-    A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, after 90 s on average. Three
+    A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, 90 s later on average. Three
     of ten requests are not part of a task."""
     return _tool_agents(Writer(asked, "tool-agents"), ONE_TOOL)
 

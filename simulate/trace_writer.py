@@ -1,4 +1,4 @@
-"""Writing of synthetic request traces: pieces of text, their hashes, random times and lengths."""
+"""Builds synthetic request traces for the simulator: pieces of text, their hashes, random times and lengths."""
 
 from __future__ import annotations
 

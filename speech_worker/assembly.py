@@ -13,7 +13,7 @@ from kvferry.engine.speech.log_mel import LogMel
 from kvferry.engine.speech.loop import SpeechLoop
 from kvferry.engine.speech.transcriber import SpeechModel
 from kvferry.kernels.ops import select
-from kvferry.model_files.model_name import naming
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, resolve
 from kvferry.model_files.speech_config import SpeechConfig, read_speech_config
 from kvferry.model_files.tokenizer import TextTokenizer

@@ -1,4 +1,4 @@
-"""Validation of clients' grammars in a child process that can be killed.
+"""Validates clients' grammars in a child process, which is killed if one takes too long.
 
 The caller's process compiles nothing, waits for at most `CHECK_S`, and survives whatever a grammar does to the library.
 """
@@ -26,11 +26,11 @@ CHECK_S = 10.0
 """Deadline of one grammar's validation, in seconds of wall-clock time."""
 START_S = 60.0
 PENDING = 256
-"""Most grammars of one tenant that are being validated or wait for it."""
+"""Maximum number of grammars of one tenant that are validated or wait for it."""
 AT_ONCE = 8
-"""Most grammars of one tenant in the child process at once, so that other tenants wait behind no more than that."""
+"""Maximum number of grammars of one tenant in the child process, so that other tenants wait behind no more."""
 KNOWN = 4096
-"""Most verdicts in the cache."""
+"""Maximum number of verdicts in the cache."""
 RUNAWAYS = 4
 """Validations past their deadline after which the child process is killed and replaced."""
 _TRIES = 2
@@ -79,7 +79,7 @@ class Checker:
     async def check(self, grammar: Grammar, param: str, tenant: str = "") -> None:
         """Raise InvalidRequest if the grammar cannot be used: it names the field `param` and the limit.
 
-        Raises Overloaded if too many grammars wait, and if others that ran away ended this one's process twice."""
+        Raises Overloaded if too many grammars wait, or if its process was killed twice because of other grammars."""
         try:
             check_length(grammar)
         except InvalidRequest as error:
@@ -153,7 +153,7 @@ class Checker:
         except TimeoutError:
             child.runaways += 1
             if child.runaways >= RUNAWAYS:
-                log.info("%d grammars took too long: their process is ended", child.runaways)
+                log.info("%d grammars took too long; killing their process", child.runaways)
                 self._end(child)
             return _LATE
         finally:
@@ -163,7 +163,7 @@ class Checker:
         """Return the child process, started if need be. Raises InvalidRequest if the tokenizer cannot be read."""
         async with self._starting:
             if self._closed:
-                raise Overloaded("this server is ending", retry_after=1)
+                raise Overloaded("this server is shutting down", retry_after=1)
             if self._child is not None:
                 return self._child
             process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Child process that compiles clients' grammars on trial.
+"""Child process of the grammar checker: compiles clients' grammars on trial and reports errors.
 
 Its parent (structured_output/checker.py) writes one JSON value a line: first the vocabulary, then [number, grammar].
 The child answers [number, null or what is wrong] in any order. It exits at the end of its input.
@@ -21,7 +21,7 @@ THREADS, SLOW = 1, 6
 SHARE = 0.1
 """Share of a core for trials at normal priority. Beyond it, a flood of grammars is compiled at low priority."""
 LONGEST_SAID = 1000
-"""Longest error message, in characters: it may quote the grammar, and the parent reads lines of bounded length."""
+"""Maximum length of an error message, in characters: it may quote the grammar, and the parent bounds its lines."""
 MEMORY = 6 * 2**30
 """Limit of the address space, in bytes. Most of it is reserved for threads and never used."""
 
@@ -55,7 +55,7 @@ class _Trial:
             check(self._grammar, self._library, self._vocabulary.vocab_size, self._vocabulary.eos_token_ids)
         except KvferryError as error:
             wrong = error.message
-        except BaseException as error:  # a panic of the Rust library is no Exception
+        except BaseException as error:  # a panic of the Rust library is not an Exception
             wrong = f"the grammar cannot be used: {reason(error)}"
         _say(self._number, wrong)
 

@@ -1,4 +1,4 @@
-"""Last step of an image's build: makes an installed environment small and its build reproducible.
+"""Makes an environment installed in an image small, and its build reproducible, as the build's last step.
 
     python slim.py [--import MODULE ...] [--headers-of-models] ENVIRONMENT
     python slim.py [--import MODULE ...] --python ENVIRONMENT

@@ -20,8 +20,8 @@ from kvferry.engine.media.packed_tower import pack_tower
 from kvferry.engine.media.qwen_vl import QwenVL
 from kvferry.engine.models.hf import transformers_module
 from kvferry.model_files.chat_templates import ChatTemplates, read_chat_templates
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_text, media_taken
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.safetensors_headers import safetensors_header
 from kvferry.model_files.source import ModelSource, read_json
 from kvferry.model_files.speech_config import require_decoder

@@ -14,9 +14,9 @@ from kvferry.engine.models.rope_config import SLIDING
 from kvferry.model_files.config_fields import whole
 from kvferry.model_files.gguf import GGUFFile
 from kvferry.model_files.gguf_experts import chunk_fields, expert_fields, layers_of
+from kvferry.model_files.gguf_gemma import shape_fields
 from kvferry.model_files.gguf_hybrid import hybrid_header
 from kvferry.model_files.gguf_latent import latent_fields, latent_rope
-from kvferry.model_files.gguf_shapes import shape_fields
 from kvferry.model_files.layer_shapes import SHAPED
 from kvferry.model_files.supported_decoders import LATENT, gguf_family
 from kvferry.protocol.errors import ConfigError

@@ -36,9 +36,9 @@ from kvferry.kernels.cpu import CpuOps
 from kvferry.kernels.ops import Ops
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.memory_needs import has_experts
-from kvferry.model_files.model_name import naming
 from kvferry.model_files.multimodal import is_multimodal, text_config
 from kvferry.model_files.quantisation import quantisation
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.recurrent import StateSpaceSizes
 from kvferry.model_files.source import ModelSource, read_facts, read_json
 from kvferry.model_files.supported_decoders import gguf_family, own_alone

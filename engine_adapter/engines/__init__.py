@@ -1,1 +1,1 @@
-"""Protocols of the engines that an adapter knows."""
+"""Clients of the engine servers that an adapter can use: vLLM, SGLang, llama.cpp and the OpenAI API."""

@@ -1,4 +1,4 @@
-"""Addresses that an engine names from its own point of view."""
+"""Conversion of an address that an engine bound, such as tcp://*:5557, into one to connect to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors from the servers that write them as lists of numbers: llama.cpp and SGLang."""
+"""Embedding calls to llama.cpp and SGLang, whose answers list a vector's numbers as JSON."""
 
 from __future__ import annotations
 

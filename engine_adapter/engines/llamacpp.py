@@ -1,4 +1,4 @@
-"""Client of llama.cpp's server, in tokens."""
+"""Client of llama.cpp's server, which takes and returns token ids."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ UNSUPPORTED = ("bad_words", "allowed_token_ids", "prompt_logprobs", "min_tokens"
 GRAMMARS = ("json_schema", "json_object", "ebnf")
 ANY_JSON = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 RANDOM_SEED = 2**32 - 1
-"""The seed that the server takes for none; seeds are below it."""
+"""Seed that the server takes as "choose one"; real seeds are below it."""
 MOST_SPELLED = 4096
-"""Most texts whose tokens are remembered."""
+"""Maximum number of texts whose tokens are remembered."""
 END_S = 1.0
-"""Longest time in seconds between the last event of an answer and its end."""
+"""Maximum time between the last event of an answer and its end, in seconds."""
 BLOCK_SIZE = 32
 """Tokens per block in kvferry's index: the server keeps whole sequences, by slot."""
 
@@ -68,7 +68,7 @@ class LlamaCppEngine:
         await self._http.health()
 
     async def load(self) -> EngineLoad:
-        """Return how many slots work."""
+        """Return the number of slots in use."""
         slots, props = await self._http.get("/slots"), await self._http.get("/props")
         busy = sum(bool(each.get("is_processing")) for each in slots)
         return EngineLoad(process=_process(props), running_requests=busy, cache_usage=busy / max(1, len(slots)))
@@ -168,5 +168,5 @@ def grammar_of(grammar: Grammar) -> dict[str, Any]:
 
 
 def _process(props: dict[str, Any]) -> str:
-    """Return what differs for every start of the server: its marker for images is random in newer builds."""
+    """Return an id of the server's process: its marker for images, which is random in newer builds."""
     return " ".join(str(props.get(name, "")) for name in ("model_path", "build_info", "media_marker"))

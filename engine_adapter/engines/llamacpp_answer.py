@@ -15,7 +15,7 @@ class Answer:
     """Reads the events of one answer. tokenized: returns the tokens of a text.
 
     The server streams a character of several tokens with its last token alone: the others follow from the character's
-    text, as the tokenizer spells it. ended: the output has its last token. told_end: the server said so itself."""
+    text, as the tokenizer spells it. ended: the output has its last token. told_end: the server reported it."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Answer:
         self.ended = self.told_end = False
 
     async def take(self, chunk: dict[str, Any]) -> None:
-        """Take one event. Raises StepFailed or InvalidRequest for an error that the server tells."""
+        """Take one event. Raises StepFailed or InvalidRequest for an error that the server sends."""
         if (error := chunk.get("error")) is not None:
             raise failure(error)
         if (progress := chunk.get("prompt_progress")) is not None:  # its `tokens` mean nothing
@@ -47,7 +47,7 @@ class Answer:
             self._deliver(EngineDelta(tokens, logprobs, reason, self._cached_tokens(chunk)))
 
     async def _tokens(self, chunk: dict[str, Any]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
-        """Return all tokens of the event's text; the log-probabilities of those that the server left out are 0."""
+        """Return all tokens of the event's text; those that the server omitted get log-probability 0."""
         told = tuple(chunk.get("tokens") or ())
         predicted = int(chunk.get("tokens_predicted") or 0)
         left_out = predicted - self._predicted - len(told)

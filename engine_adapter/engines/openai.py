@@ -1,4 +1,4 @@
-"""Client of any server of the OpenAI completions API, in tokens as far as the server tells them."""
+"""Client of any server with the OpenAI completions API; uses token ids as far as the server sends them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger("kvferry.adapter")
 
 COMPLETIONS, MODELS, HEALTH = "/v1/completions", "/v1/models", "/health"
 BLOCK_SIZE = 16
-"""Tokens per block in kvferry's index: no such server tells its own."""
+"""Tokens per block in kvferry's index: no such server reports its own."""
 ASSUMED_TOKENS = 2**19
-"""Tokens of a server's cache, to estimate its load: no such server tells them."""
+"""Tokens of a server's cache, to estimate its load: no such server reports them."""
 PROBE = EngineCall("kvferry-probe", tuple(range(40, 48)), SamplingParams(temperature=0.0, max_tokens=2))
 CREATED_S = 1.1
-"""Seconds between two looks at a model's `created`, which some servers set to the time of the look."""
+"""Seconds between two reads of a model's `created`, which some servers set to the time of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class _Form:
 
 
 class OpenaiEngine:
-    """Client of one server. Implements `engine.Engine`; `facts` comes before all other calls but `health`.
+    """Client of one server. Implements `engine.Engine`; call `facts` before all other calls but `health`.
 
     model       the server's name for it; empty: the only one that it serves
     tokenizer   model whose files hold the tokenizer (see `model_files.source.resolve`); needed for servers that send
-                text alone, and for the length of the context where a server does not tell it; empty: none
+                only text, and for the context length where a server does not report it; empty: none
 
     The API has no salt for tenants: a server that does not know `cache_salt` shares its prefix cache between them."""
 
@@ -63,14 +63,14 @@ class OpenaiEngine:
         self._running = self._tokens = 0
 
     async def facts(self) -> EngineFacts:
-        """Return what the server tells of its model. Raises ConfigError if it cannot be used as a node's engine."""
+        """Return what the server reports. Raises ConfigError if it cannot be used as a node's engine."""
         models = await self._models()
         base = self._chosen(models)
         self._model = base["id"]
         self._read_files()
         length = _length(base) or self._context
         if not length:
-            raise ConfigError("the server does not tell the length of its context: name the model's files",
+            raise ConfigError("the server does not report its context length: name the model's files",
                               param="tokenizer")  # fmt: skip
         self._form = form = await self._probe()
         if form.exact:
@@ -78,7 +78,7 @@ class OpenaiEngine:
         elif self._vocabulary is None:
             raise ConfigError("the server sends text without token ids: name its tokenizer", param="tokenizer")
         else:
-            log.warning("the server at %s sends text alone: its tokens are computed from it", self._http.url)
+            log.warning("the server at %s sends only text: token ids are computed from it", self._http.url)
         return EngineFacts(
             kind="openai",
             version=form.fingerprint,
@@ -105,7 +105,7 @@ class OpenaiEngine:
         self._was_well = True
 
     async def load(self) -> EngineLoad:
-        """Return the load by what this adapter sent, and the server's process as far as it can be told."""
+        """Return the load by what this adapter sent, and the server's process as far as it is known."""
         usage = min(1.0, self._tokens / ASSUMED_TOKENS)
         return EngineLoad(await self._process(), self._running, cache_usage=usage)
 
@@ -114,7 +114,7 @@ class OpenaiEngine:
         openai_params.check(job, exact=self._form.exact)
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
-        """Run a call. The delta with the finish_reason waits for the usage behind it."""
+        """Run a call. The delta with the finish_reason waits for the usage after it."""
         answer = Answer(call.params, self._vocabulary, deliver, exact=self._form.exact)
         body = openai_params.body(call, call.adapter or self._model, extras=self._form.extras)
         tokens = len(call.token_ids)
@@ -145,7 +145,7 @@ class OpenaiEngine:
         told = await self._http.get(MODELS)
         found = told.get("data") if isinstance(told, dict) else None
         if not isinstance(found, list) or not all(isinstance(each, dict) and each.get("id") for each in found):
-            raise ConfigError(f"{self._http.url}{MODELS} is no list of models: is it the URL of an OpenAI server?",
+            raise ConfigError(f"{self._http.url}{MODELS} is not a list of models: is it the URL of an OpenAI server?",
                               param="url")  # fmt: skip
         return found
 
@@ -157,11 +157,11 @@ class OpenaiEngine:
         return base[0]
 
     async def _probe(self) -> _Form:
-        """Send short requests, the first with fields that the API does not name, and return what the answer is like."""
+        """Send short requests, the first with fields that the API does not name, and return the form of the answer."""
         try:
             return await self._probed(extras=True)
         except InvalidRequest as error:
-            log.info("without fields beyond the API, as %s", error.message)
+            log.info("not using fields beyond the API: %s", error.message)
         try:
             return await self._probed(extras=False)
         except InvalidRequest as error:
@@ -173,17 +173,17 @@ class OpenaiEngine:
         chunks: list[dict[str, Any]] = []
         await self._http.stream(COMPLETIONS, openai_params.body(PROBE, self._model, extras=extras), chunks.append)
         if not all(isinstance(chunk, dict) for chunk in chunks):
-            raise StepFailed("the engine's answer has events that are no JSON objects")
+            raise StepFailed("the engine's answer has events that are not JSON objects")
         if error := next((chunk["error"] for chunk in chunks if chunk.get("error")), None):
             raise failure(error)
         choices = [choice for chunk in chunks for choice in chunk.get("choices") or ()]
         if not choices:
-            raise StepFailed(f"the engine's answer to {COMPLETIONS} is no stream of completions")
+            raise StepFailed(f"the engine's answer to {COMPLETIONS} is not a stream of completions")
         told = next((str(chunk["system_fingerprint"]) for chunk in chunks if chunk.get("system_fingerprint")), "")
         return _Form(extras and any(map(token_ids, choices)), extras, told[:64])
 
     async def _find_identity(self) -> str:
-        """Find what tells one process of the server from the next, and return it."""
+        """Find how one process of the server differs from the next, and return its id."""
         first = await self._began(created=True, metrics=True)
         await asyncio.sleep(CREATED_S)
         second = await self._began(created=True, metrics=True)
@@ -191,12 +191,12 @@ class OpenaiEngine:
         return await self._process()
 
     async def _process(self) -> str:
-        """Return what differs for every start of the server; empty if it tells nothing of it."""
+        """Return an id that changes with each start of the server; empty if unknown."""
         of_model, of_process = await self._began(created=self._created, metrics=self._metrics)
         return f"{of_model:.12g} {of_process:.12g}" if self._created or self._metrics else ""
 
     async def _began(self, *, created: bool, metrics: bool) -> tuple[float, float]:
-        """Return the times at which model and process began, of those that are asked for; 0: it is not told."""
+        """Return the times at which model and process began, of those requested; 0: unknown."""
         of_model = of_process = 0.0
         if created:
             told = self._chosen(await self._models()).get("created")
@@ -211,7 +211,7 @@ class OpenaiEngine:
 
 
 def _length(model: dict[str, Any]) -> int:
-    """Return the length of the context under the names that servers have for it; 0: it is not told."""
+    """Return the length of the context under the names that servers have for it; 0: unknown."""
     meta = model.get("meta") or {}
     for told in (
         model.get("max_model_len"),

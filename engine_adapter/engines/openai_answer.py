@@ -1,4 +1,4 @@
-"""Reader of one streamed completion of the OpenAI API: tokens where the server tells them, else its text."""
+"""Reader of one streamed OpenAI completion: token ids if the server sends them, else its text turned into tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.sampling import SamplingParams
 
 _REASONS = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
-"""What servers call the end of an output."""
+"""Finish reasons by the names that servers use."""
 
 
 class Ended(Exception):
-    """A token ended the output that the server would go on from; the closed connection stops it."""
+    """A token ended the output, but the server would continue; closing the connection stops it."""
 
 
 class Answer:
     """Reads the events of one answer. vocabulary: None if the server returns token ids.
 
-    last: the delta that ends the output, which waits for the usage behind it; None: the output goes on."""
+    last: the last delta, held until the usage that follows it; None: the output continues."""
 
     def __init__(
         self, params: SamplingParams, vocabulary: TextVocabulary | None, deliver: Callable[[EngineDelta], None],
@@ -38,7 +38,7 @@ class Answer:
         self._usage: dict[str, Any] = {}
 
     def event(self, chunk: dict[str, Any]) -> None:
-        """Take one event. Raises StepFailed or InvalidRequest for an error that the server tells, and Ended."""
+        """Take one event. Raises StepFailed or InvalidRequest for an error that the server sends, and Ended."""
         try:
             if (error := chunk.get("error")) or chunk.get("object") == "error":
                 raise failure(error or chunk)
@@ -50,7 +50,7 @@ class Answer:
             raise StepFailed(f"the engine's answer cannot be read: {type(error).__name__} {error}") from error
 
     def end(self) -> None:
-        """Deliver the end of the output. Raises StepFailed if the server did not tell one."""
+        """Deliver the end of the output. Raises StepFailed if the server did not send one."""
         if self.last is None:
             raise StepFailed("the engine's answer ended without a finish reason")
         details = self._usage.get("prompt_tokens_details")
@@ -94,7 +94,7 @@ class Answer:
         return of_text(text, ids, told, asked, self._vocabulary) if ids else (ids, ())
 
     def _count_end(self) -> None:
-        """Add the end-of-sequence token of a text, where the usage counts it: no text shows it."""
+        """Add the end-of-sequence token of a text, if the usage counts it, since text does not contain it."""
         last, eos = self.last, self._params.eos_token_ids
         if self._text is None or last is None or last.finish_reason != "stop" or not eos or last.logprobs is not None:
             return
@@ -103,7 +103,7 @@ class Answer:
 
 
 def token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
-    """Return the token ids of a choice, under each name that servers have for them; empty: there are none."""
+    """Return the token ids of a choice, under any name that servers use; empty if none."""
     for name in ("token_ids", "tokens"):
         found = choice.get(name)
         if isinstance(found, list) and found and all(type(each) is int for each in found):

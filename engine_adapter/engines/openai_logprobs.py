@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms in which servers of the OpenAI API send them."""
+"""Reader of log-probabilities in the several forms in which servers of the OpenAI API send them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AS_ID = "token_id:"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One token's entry. token: its id if the server tells it, else its text. top: (token, log-probability)."""
+    """One token's entry. token: its id if the server sends it, else its text. top: (token, log-probability)."""
 
     token: int | str
     logprob: float
@@ -43,7 +43,7 @@ def rows_of(told: Any) -> list[Row]:
 def of_tokens(
     ids: Sequence[int], rows: Sequence[Row], most: int, vocabulary: TextVocabulary | None
 ) -> tuple[TokenLogprobs, ...]:
-    """Return the entries of tokens whose ids are known. Raises ValueError if there are not as many."""
+    """Return the entries of tokens whose ids are known. Raises ValueError if their numbers differ."""
     return tuple(_entry(token, row, most, vocabulary) for token, row in zip(ids, rows, strict=True))
 
 

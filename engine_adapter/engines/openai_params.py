@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI completions API, and what it lacks."""
+"""Request bodies for the OpenAI completions API, and the check for parameters that it lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNSUPPORTED = ("top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words"
 _OFF: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "repetition_penalty": (1.0,)}
 """Values that turn a parameter off, if they are not None, empty or 0."""
 MOST_LOGPROBS = 5
-"""Most likely tokens for which the API returns log-probabilities."""
+"""Maximum number of likely tokens for which the API returns log-probabilities."""
 
 
 def check(job: Job, *, exact: bool) -> None:
@@ -28,7 +28,7 @@ def check(job: Job, *, exact: bool) -> None:
         value = getattr(params, name)
         if value not in _OFF.get(name, (None, (), 0)):
             raise InvalidRequest(
-                f"{name} is not supported by this model's engine, which has only what the OpenAI API names", param=name
+                f"{name} is not supported by this model's engine, limited to the OpenAI API", param=name
             )
     if (params.logprobs or 0) > MOST_LOGPROBS:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Sampling parameters that vLLM and SGLang call by the same names."""
+"""Fields of sampling_params that vLLM and SGLang have in common."""
 
 from __future__ import annotations
 

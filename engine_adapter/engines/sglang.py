@@ -129,7 +129,7 @@ class SglangEngine:
         return self._rooms.draw(host)
 
     async def prefill_leg(self, call: EngineCall) -> EngineDelta:
-        """Compute a prompt in a room (`RoomEngine`). Raises StepFailed if the server gives it up."""
+        """Compute a prompt in a room (`RoomEngine`). Raises StepFailed if the server abandons it."""
         call = replace(call, params=replace(call.params, max_tokens=1, min_tokens=min(1, call.params.min_tokens)))
         async with self._leaving(call):
             told = await self._http.post("/generate", {**body(call), "stream": False}, None)
@@ -146,7 +146,7 @@ class SglangEngine:
 
     @asynccontextmanager
     async def _leaving(self, call: EngineCall) -> AsyncIterator[None]:
-        """Tell the server to give up a call in a room that ends before its time: the other leg may never come."""
+        """Abort a call in a room on the server if it ends early: the other leg may never come."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""Role of an SGLang server that can change between prefill and decode (`--enable-pd-role-switch`).
+"""Change of an SGLang server's role between prefill and decode (`--enable-pd-role-switch`).
 
 The server changes only while it is idle, forgets its prefix cache then, and keeps its process. Asked for the role that
 it has, it changes nothing, but refuses as it would refuse a change: that is how its ability is checked."""
@@ -12,15 +12,15 @@ from kvferry.protocol.errors import InvalidRequest, Overloaded, StepFailed
 
 PATH = "/pd_role_switch"
 SWITCH_S = 180.0
-"""Longest silence of a change, in seconds: a new decode server captures its CUDA graphs meanwhile."""
+"""Maximum time without an answer to a change, in seconds: a new decode server first captures its CUDA graphs."""
 BUSY = "not idle"
-"""Words of a refusal that ends with the server's requests."""
+"""Text of a refusal that lasts until the server's requests end."""
 
 
 def current_mode(told: dict[str, Any]) -> str:
-    """Return the server's `disaggregation_mode` now, from /server_info; null if its ranks differ.
+    """Return the server's `disaggregation_mode` of this moment, from /server_info; null if its ranks differ.
 
-    The arguments at the top are those of its start. Its ranks tell what they are now."""
+    The arguments at the top of the answer are those of its start; its ranks report the current ones."""
     states = [each for each in told.get("internal_states") or () if isinstance(each, dict)]
     modes = {str(each["disaggregation_mode"]) for each in states if each.get("disaggregation_mode")}
     if len(modes) > 1:
@@ -40,4 +40,4 @@ async def switch_role(http: EngineHttp, role: str, graphs_gb: float) -> None:
             raise Overloaded(error.message, retry_after=1.0) from error
         raise
     if not isinstance(told, dict) or told.get("success") is not True or told.get("new_role") != role:
-        raise StepFailed(f"the engine's answer to a change of its role is {str(told)[:500]}")
+        raise StepFailed(f"the engine answered a change of its role with {str(told)[:500]}")

@@ -29,7 +29,7 @@ GENERATE = "/inference/v1/generate"
 NIXL_METRICS = "vllm:nixl_"
 """Start of the names of metrics that only a server with a NixlConnector has."""
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block of a server that does not say."""
+"""Tokens per block of a server that does not report it."""
 
 
 class VllmEngine:
@@ -85,7 +85,7 @@ class VllmEngine:
         """Everything that a job may ask for can be done; of bad_words, `generate` finds out."""
 
     async def generate(self, call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
-        """Run a call. The delta with the finish_reason waits for the usage behind it, which tells the cached tokens."""
+        """Run a call. The delta with the finish_reason waits for the usage after it, which has the cached tokens."""
         body: Any = vllm_params.body(call, call.adapter or self._model, await self._banned(call))
         if call.media:
             body = await with_features(json.dumps(body).encode(), call.media)
@@ -113,7 +113,7 @@ class VllmEngine:
         deliver(last)
 
     async def prefill(self, call: EngineCall) -> Prefilled:
-        """Compute a prompt for another server. vLLM tells the reference only in an answer that is no stream."""
+        """Compute a prompt for another server. vLLM sends the reference only in an answer that is not streamed."""
         body = vllm_params.prefill_body(call, call.adapter or self._model, await self._banned(call))
         answer = await self._http.post(GENERATE, body, None)
         told = answer.get("kv_transfer_params") or {}
@@ -128,7 +128,7 @@ class VllmEngine:
         return await self._bad_words.of(call.params.bad_words) if call.params.bad_words else ()
 
     async def _event_source(self) -> KvEventSource | None:
-        """Return where the server publishes KV events; None: nowhere, or in several caches of which it chooses one."""
+        """Return where the server publishes KV events; None: nowhere, or from several caches that it chooses among."""
         told = await self._http.get("/kv_event_sources") or {}
         sources = [each for each in told.values() if each.get("enable_kv_cache_events") and each["publisher"] == "zmq"]
         if len(sources) > 1:

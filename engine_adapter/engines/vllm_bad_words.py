@@ -13,7 +13,7 @@ from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 
 MOST_KNOWN = 1024
-"""Most sets of sequences whose texts are remembered."""
+"""Maximum number of sets of sequences whose texts are remembered."""
 
 Sequences = tuple[tuple[int, ...], ...]
 
@@ -74,6 +74,6 @@ class BadWordTexts:
 
 
 def _banned(bare: tuple[int, ...], spaced: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Return what vLLM bans for a text, whose tokens without and with a leading space these are."""
+    """Return what vLLM bans for a text with these tokens without and with a leading space."""
     differs = bool(spaced) and spaced[0] != bare[0] and len(spaced) == len(bare)
     return {bare, spaced} if differs else {bare}

@@ -67,7 +67,7 @@ async def items_of(features: dict[str, Any] | None) -> tuple[MediaItem, ...]:
             raise InvalidRequest(f"the {modality} parts become more than {MAX_ITEM_BYTES} bytes of tensors; send less")
         for name, place, data in zip(hashes, ranges, datas, strict=True):
             items.append(MediaItem(modality, name, place["offset"], place["length"], base64.b64decode(data)))
-            await asyncio.sleep(0)  # a large item takes a tenth of a second; signs of life go in between
+            await asyncio.sleep(0)  # a large item takes a tenth of a second; heartbeats are sent in between
     return tuple(sorted(items, key=lambda item: item.offset))
 
 

@@ -93,7 +93,7 @@ def structured(grammar: Grammar) -> dict[str, Any]:
 
 
 def asked(logprobs: int) -> int:
-    """Return how many log-probabilities to ask for: vLLM counts the drawn token among them where it is not likely."""
+    """Return how many log-probabilities to ask for: vLLM counts the drawn token if it is not among the likely ones."""
     return min(logprobs + 1, MAX_LOGPROBS) if logprobs else 0
 
 
@@ -109,7 +109,7 @@ def delta(choice: dict[str, Any], params: SamplingParams) -> EngineDelta:
 
 
 def whole(answer: dict[str, Any], params: SamplingParams) -> EngineDelta:
-    """Return the delta of an answer that is no stream, with the prompt's log-probabilities."""
+    """Return the delta of an answer that is not streamed, with the prompt's log-probabilities."""
     found = delta(answer["choices"][0], params)
     found.cached_tokens = cached_tokens(answer.get("usage") or {})
     rows = answer.get("prompt_logprobs")

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvferry.model_files.chat_templates import read_chat_templates, read_template_file
-from kvferry.model_files.model_name import ModelName, naming, require_distinct, split_names
+from kvferry.model_files.model_name import ModelName, require_distinct, split_names
 from kvferry.model_files.pooling_config import read_task
+from kvferry.model_files.read_errors import naming
 from kvferry.model_files.source import ModelSource, read_facts, resolve
 from kvferry.model_files.tokenizer import load_tokenizer
 from kvferry.protocol.errors import ConfigError

@@ -128,7 +128,7 @@ async def test_an_openai_server_of_text_is_told_with_what_is_lost() -> None:
     async with openai(form="text", details=False) as url:
         found = await check_engine(OPENAI, url)
     assert found.level == "warn"
-    assert "sends text alone" in found.found
+    assert "sends only text" in found.found
     assert "return_token_ids and prompt_tokens_details" in found.remedy
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.fetching import Asked, Node, nodes
+from benchmarks.fetching import Node, PromptClient, nodes
 from kvferry.protocol.messages import Holder, TokenDelta
 from kvferry.worker.block_fetches import SHUN_S
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKENS, BLOCK = 1900, 16
 OPTIONS = ("--dtype", "float32", "--kv-blocks", "600", "--threads", "1")
-Running = tuple[Asked, Node, Node]
+Running = tuple[PromptClient, Node, Node]
 """A client, the node that asks and the one that holds."""
 SEEDS = itertools.count()
 """Of prompts that no node has computed, also when a test is tried again."""
@@ -35,7 +35,7 @@ SEEDS = itertools.count()
 def running_in(folder: Path) -> Iterator[Running]:
     path: Path = save_checkpoint(folder / "ckpt", "LlamaConfig", max_position_embeddings=2048)
     with nodes(str(path), folder, *OPTIONS) as (asks, holds), httpx.Client(trust_env=False, timeout=60) as client:
-        yield Asked(client, VOCAB), asks, holds
+        yield PromptClient(client, VOCAB), asks, holds
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.fetching import Asked, nodes
+from benchmarks.fetching import PromptClient, nodes
 from kvferry.kv_transfer.tiers.groups import GROUP
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import idle, scrape, value
@@ -42,7 +42,7 @@ def test_a_killed_node_finds_its_blocks_again(tmp_path: Path) -> None:
             httpx.Client(trust_env=False, timeout=60) as client,
         ):
             url = node.lease.http_url
-            answers.append(Asked(client, VOCAB).first(node, TOKENS, 1)[1])
+            answers.append(PromptClient(client, VOCAB).first(node, TOKENS, 1)[1])
             ways = {"first": "written", "second": "read"}
             moved = "kvferry_tier_blocks_total"
             wait_for(lambda: value(scrape(url), moved, tier="disk", way=ways[start]) == BLOCKS, 20)  # noqa: B023
@@ -72,7 +72,7 @@ def test_a_node_that_comes_later_reads_what_another_left_in_the_store(
             folder.mkdir()
             with nodes(str(model), folder, *options, names=("prefill",)) as (node,):
                 url = node.lease.http_url
-                answers.append(Asked(client, VOCAB).first(node, TOKENS, 1)[1])
+                answers.append(PromptClient(client, VOCAB).first(node, TOKENS, 1)[1])
                 moved = "kvferry_tier_blocks_total"
                 wait_for(lambda: value(scrape(url), moved, tier="remote", way=way) == whole, 20)  # noqa: B023
                 wait_for(lambda: idle(scrape(url)), 20)  # noqa: B023

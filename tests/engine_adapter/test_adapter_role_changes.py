@@ -163,7 +163,7 @@ async def test_a_node_without_the_flag_never_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("switch", "why"), [("full", "insufficient decode CUDA graph headroom"), ("lies", "and then that it is prefill")]
+    ("switch", "why"), [("full", "insufficient decode CUDA graph headroom"), ("lies", "but then reports prefill")]
 )
 async def test_a_refusal_is_told_and_the_node_works_on_for_a_while(
     switch: str, why: str, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +195,7 @@ async def test_an_engine_that_breaks_counts_as_gone() -> None:
     async with node("breaks") as made:
         with pytest.raises(RoleKept, match="restart required"):
             await made.changes.begin(DECODE)
-        assert "no role after a change that failed" in made.watch.fault
+        assert "no role after a failed change" in made.watch.fault
         assert made.watch.gone.is_set()
         assert made.joined == []
         assert made.drained == [True], "no request may come to it any more"
@@ -214,7 +214,7 @@ async def test_a_node_that_cannot_join_in_its_new_role_counts_as_gone() -> None:
 async def test_what_does_not_end_or_is_needed_keeps_the_role(reason: str) -> None:
     async with node(within_s=0.3) as made:
         made.busy, made.member.others = reason == "busy", reason == "busy"
-        with pytest.raises(RoleKept, match="do not end in 0.3 s" if made.busy else "no other prefill node"):
+        with pytest.raises(RoleKept, match="did not end within 0.3 s" if made.busy else "no other prefill node"):
             await made.changes.begin(DECODE)
         assert made.works_on
         assert made.counted("kept") == 1

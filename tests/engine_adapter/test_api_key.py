@@ -30,7 +30,7 @@ def test_the_last_key_is_kept_while_the_file_is_gone_or_empty(tmp_path: Path, ca
         assert key() == "first"
         file.unlink()
         assert key() == "first"
-    assert "stays as it was" in caplog.text
+    assert "keeping the engine" in caplog.text
     assert "first" not in caplog.text
 
 

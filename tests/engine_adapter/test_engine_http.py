@@ -117,7 +117,7 @@ async def test_an_answer_that_is_no_json_is_a_node_that_is_lost():
         writer.write(head("200 OK", 3) + b"abc")
 
     async with answering(answer) as http:
-        with pytest.raises(NodeLost, match="no JSON"):
+        with pytest.raises(NodeLost, match="not JSON"):
             await http.get("/x")
 
 

@@ -32,7 +32,7 @@ class SilentEngine:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("HEALTH_S", 0.01), ("LOAD_S", 0.01), ("SILENT_S", 0.3), ("STANDS_S", 0.1)):
+    for name, seconds in (("HEALTH_S", 0.01), ("LOAD_S", 0.01), ("SILENT_S", 0.3), ("STALLED_S", 0.1)):
         monkeypatch.setattr(engine_watch, name, seconds)
 
 

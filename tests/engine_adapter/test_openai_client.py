@@ -221,7 +221,7 @@ async def test_a_cancelled_call_ends_the_servers_work() -> None:
     [
         ({"takes_ids": False}, {}, "refuses token ids as the prompt.*must be a string"),
         ({"form": "text"}, {"files": ""}, "name its tokenizer"),
-        ({"max_model_len": 0}, {"files": ""}, "length of its context"),
+        ({"max_model_len": 0}, {"files": ""}, "context length"),
         ({"models": ("a", "b")}, {}, "one of the models that the server serves: a, b"),
         ({}, {"model": "other"}, "one of the models that the server serves: toy"),
     ],

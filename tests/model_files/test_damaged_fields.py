@@ -15,8 +15,8 @@ import pytest
 
 from kvferry.model_files.gguf import Strings
 from kvferry.model_files.memory_needs import config_needs, model_needs
-from kvferry.model_files.model_name import MAX_REFUSAL, naming
 from kvferry.model_files.pooling_config import read_task
+from kvferry.model_files.read_errors import MAX_REFUSAL, naming
 from kvferry.model_files.safetensors_headers import safetensors_header
 from kvferry.model_files.source import MAX_CONTEXT, MAX_VOCAB, ModelSource, read_facts, resolve
 from kvferry.model_files.tokenizer import load_tokenizer

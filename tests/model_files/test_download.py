@@ -91,7 +91,7 @@ def test_without_weights_none_are_downloaded(hub, tmp_path):
     ("model", "words"),
     [
         ("org/gated", "org/gated is gated; accept its terms"),
-        ("org/none", "org/none is neither a path here nor a model"),
+        ("org/none", "org/none is neither a local path nor a model"),
     ],
 )
 def test_what_the_hub_refuses_is_one_clear_line(hub, tmp_path, model, words):

@@ -102,11 +102,11 @@ def test_a_check_after_the_fields_still_runs() -> None:
 
 
 def test_classes_that_it_does_not_suit_are_refused() -> None:
-    with pytest.raises(TypeError, match="no frozen dataclass"):
+    with pytest.raises(TypeError, match="not a frozen dataclass"):
         fast_init(dataclass(slots=True)(type("Mutable", (), {"__annotations__": {"a": int}})))
-    with pytest.raises(TypeError, match="no frozen dataclass"):
+    with pytest.raises(TypeError, match="not a frozen dataclass"):
         fast_init(dataclass(frozen=True)(type("Open", (), {"__annotations__": {"a": int}})))
-    with pytest.raises(TypeError, match="no frozen dataclass"):
+    with pytest.raises(TypeError, match="not a frozen dataclass"):
         fast_init(dataclass(frozen=True, slots=True)(type("Derived", (Checked,), {"__annotations__": {"e": int}})))
 
 

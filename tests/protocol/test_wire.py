@@ -157,5 +157,5 @@ def test_a_number_is_given_once() -> None:
 def test_a_job_with_a_value_of_another_type_is_no_message(field: str, value: Any) -> None:
     job = Job("a", 0, (1, 2), 2, Generate(SamplingParams()), "router", deadline_s=5)
     assert unpack(pack(GenerateRequest(job))).job == job
-    with pytest.raises(WireError, match=rf"Job.{field} is of another type"):
+    with pytest.raises(WireError, match=rf"Job.{field} has the wrong type"):
         unpack(pack(GenerateRequest(replace(job, **{field: value}))))

@@ -1,4 +1,4 @@
-"""Handovers that a decode node accepts: each reference once, while its blocks are surely there.
+"""Receiving side of handovers: a decode node takes each reference once, while its blocks surely exist.
 
 A decode node cannot see when a prefill ended on another machine, and a message may lie in a socket while a process is
 suspended. So the prefill node asks for a ticket first. What passes here since then, plus what the prefill node measured
@@ -25,9 +25,9 @@ from kvferry.protocol.work import Generate
 log = logging.getLogger("kvferry.adapter")
 
 MAX_TICKETS, MAX_REFERENCES = 16_384, 65_536
-"""Most tickets that wait for their handover, and most used references that are remembered."""
+"""Maximum number of tickets that wait for their handover, and of used references that are remembered."""
 FRESH = 0.5
-"""Share of its lease up to which a reference is accepted: the engine must have fetched the blocks before its end."""
+"""Share of its lease up to which a reference is accepted: the engine must fetch the blocks before the lease ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Handovers:
         self._used: OrderedDict[bytes, None] = OrderedDict()
 
     def offer(self, offer: HandoverOffer) -> HandoverTicket:
-        """Give a ticket. Raises Fenced if another process of this node is meant."""
+        """Give a ticket. Raises Fenced if the offer is for another epoch of this node."""
         self._check_epoch(offer.decode_epoch)
         ticket = secrets.token_hex(16)
         self._tickets[ticket] = _Ticket(offer, self._clock())
@@ -70,7 +70,7 @@ class Handovers:
     async def take(self, handover: Handover) -> RoomLeft | None:
         """Begin the attempt; return once the engine has its blocks. Raises the error that ends the attempt before.
 
-        The prefill node of a room is told the first token, which came with the blocks.
+        For a room it returns the first token, which came with the blocks.
         Raises Fenced, TransferFailed or InvalidRequest for a handover that must not reach the engine."""
         try:
             transfer = self._accepted(handover)
@@ -87,19 +87,19 @@ class Handovers:
         self._check_epoch(handover.decode_epoch)
         meant = HandoverOffer(job.request_id, job.attempt, handover.sender, handover.decode_epoch)
         if ticket is None or ticket.offer != meant:
-            raise TransferFailed("the ticket is unknown, used or of another attempt")
+            raise TransferFailed("the ticket is unknown, already used, or of another attempt")
         known = job.token_ids[handover.length :]
         if not isinstance(job.work, Generate) or not job.prompt_len <= handover.length <= len(job.token_ids):
-            raise InvalidRequest("the blocks are not those of the job's tokens", param="length")
+            raise InvalidRequest("the number of tokens in the blocks is not that of the job", param="length")
         first = None if handover.first_token == IN_ROOM else handover.first_token
         if known and first is not None and known[0] != first:
-            raise TransferFailed("the first token is not the one that was delivered")
+            raise TransferFailed("the first token differs from the one that was delivered")
         age_s = handover.age_s + (now - ticket.given)
         if not 0 <= age_s < FRESH * handover.lease_s:
             raise TransferFailed(f"the reference is {age_s:.3g} s old, with a lease of {handover.lease_s:.3g} s")
         digest = hashlib.sha256(handover.reference.encode()).digest()
         if not handover.reference or digest in self._used:
-            raise TransferFailed("the reference was used before")
+            raise TransferFailed("the reference was already used")
         self._used[digest] = None
         while len(self._used) > MAX_REFERENCES:
             self._used.popitem(last=False)

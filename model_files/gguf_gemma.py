@@ -36,7 +36,7 @@ def shape_fields(file: GGUFFile, layers: int) -> dict[str, Any]:
 
 
 def _gemma4(file: GGUFFile, sliding: list[bool]) -> dict[str, Any]:
-    """Return what Gemma 4 has of its own. Where a layer has no V, it is its K."""
+    """Return the fields that only Gemma 4 has. A layer without V uses its K as V."""
     dims = file.get("attention.key_length"), file.get("attention.key_length_swa", file.get("attention.key_length"))
     heads = _each(file, "attention.head_count_kv", len(sliding))
     first = len(sliding) - _count(file, "attention.shared_kv_layers", 0)
@@ -54,7 +54,7 @@ def _gemma4(file: GGUFFile, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _gemma3n(file: GGUFFile) -> dict[str, Any]:
-    """Return what Gemma 3n has of its own.
+    """Return the fields that only Gemma 3n has.
 
     The header holds quantiles of the MLPs' sparsity, minus infinity for none."""
     laurel, scales = file.tensors.get("blk.0.laurel_l.weight"), file.get("activation_sparsity_scale")
@@ -67,14 +67,14 @@ def _gemma3n(file: GGUFFile) -> dict[str, Any]:
 
 
 def _share(quantile: Any) -> Any:
-    """Return the share that a quantile of the normal distribution cuts off; what is no number is left as it is."""
+    """Return the share that a quantile of the normal distribution cuts off; anything else is returned unchanged."""
     if not isinstance(quantile, int | float):
         return quantile
     return NormalDist().cdf(quantile) if math.isfinite(quantile) else 0.0
 
 
 def _count(file: GGUFFile, key: str, otherwise: int) -> int:
-    """Return a number of things; some converters wrote a float. Raises ConfigError."""
+    """Return a count; some converters wrote a float. Raises ConfigError."""
     value = file.get(key, otherwise)
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ConfigError(f"{file.path.name}: {key} must be a number of at least 0, got {value!r:.80}", param="model")
@@ -82,7 +82,7 @@ def _count(file: GGUFFile, key: str, otherwise: int) -> int:
 
 
 def _sliding(file: GGUFFile, layers: int, period: int) -> list[bool]:
-    """Return which layers have a window: from a list, or all but each n-th."""
+    """Return which layers have a window: from a list, or all but every n-th."""
     given = file.get("attention.sliding_window_pattern", period)
     if isinstance(given, int) and given > 0:
         return [(index + 1) % given != 0 for index in range(layers)]

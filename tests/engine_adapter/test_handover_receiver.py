@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine_adapter.engine import EngineDelta
-from kvferry.engine_adapter.handovers import FRESH, Handovers
+from kvferry.engine_adapter.handover_receiver import FRESH, Handovers
 from kvferry.engine_adapter.transfer import COMPARED_TOKENS, Transfer
 from kvferry.protocol.errors import BlocksCorrupt, Fenced, InvalidRequest, KvferryError, StepFailed, TransferFailed
 from kvferry.protocol.handover_messages import Handover, HandoverOffer
@@ -190,7 +190,7 @@ async def test_later_tokens_may_come_at_any_time_and_the_first_few_are_kept() ->
 
 
 async def test_tickets_and_references_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.engine_adapter.handovers.MAX_TICKETS", 2)
+    monkeypatch.setattr("kvferry.engine_adapter.handover_receiver.MAX_TICKETS", 2)
     node = Node()
     first = node.handover()
     for _ in range(2):
