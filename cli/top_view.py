@@ -93,7 +93,7 @@ def _numbers(state: State) -> Table:
     outer = Table.grid()
     outer.add_row(table)
     outer.add_row(line)
-    outer.add_row(Text.assemble("rejected: ", _reasons(window.refused), "   retries: ", _reasons(window.rungs)))
+    outer.add_row(Text.assemble("rejected: ", _reasons(window.refused), "   retries: ", _reasons(window.retries)))
     return outer
 
 
@@ -178,7 +178,7 @@ def _requests(rows: Sequence[Asked], *, narrow: bool) -> RenderableType:
         well = row.outcome in ("running", "done", "cancelled")
         made.add(
             _text(row.id or "another tenant's"), _text(row.tenant), _text(route), str(row.prompt), reused,
-            str(row.output), seconds(row.first_token_s), seconds(row.seconds), str(row.rungs or ""),
+            str(row.output), seconds(row.first_token_s), seconds(row.seconds), str(row.retries or ""),
             _text(row.outcome, "" if well else "red"),
         )  # fmt: skip
     return made.table

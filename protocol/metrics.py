@@ -87,13 +87,16 @@ class RouterMetrics:
             registry=r,
         )
         self.retries = Counter(
-            "kvferry_ladder_rungs",
+            "kvferry_retries",
             "Attempts after the first: retries by step of the retry policy, hedges of late requests, hedges of those "
             "whose node may hang (suspicion), migrations (move), streams that a draining node did not move in time "
             "(drain_timeout), requests that left a crowded decode node for one with room (room_elsewhere), or gave way "
             "to the targets of others (displaced).",
-            ["rung"],
+            ["step"],
             registry=r,
+        )
+        self.ladder_rungs = Counter(
+            "kvferry_ladder_rungs", "Earlier name of kvferry_retries, kept for one release.", ["rung"], registry=r
         )
         self.false_suspicions = Counter(
             "kvferry_false_suspicions",
@@ -170,12 +173,18 @@ class RouterMetrics:
         _create_children(self.requests, labels.ENDPOINTS, ("200",))
         _create_children(self.placements, labels.PLACEMENT_KINDS)
         _create_children(self.retries, labels.RETRY_STEPS)
+        _create_children(self.ladder_rungs, labels.RETRY_STEPS)
         _create_children(self.refused, labels.REFUSALS)
         for status, code in labels.ERROR_ANSWERS:
             self.errors.labels(status, code)
         _create_children(self.tenant_tokens, ("",), labels.TOKEN_KINDS)
         for targets in (self.ttft_targets, self.itl_targets):
             _create_children(targets, ("",), labels.TARGET_OUTCOMES)
+
+    def retried(self, step: str) -> None:
+        """Count an attempt after the first, under both names of the metric."""
+        self.retries.labels(step).inc()
+        self.ladder_rungs.labels(step).inc()
 
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""

@@ -29,7 +29,7 @@ class RequestRecord:
 
     prefill, decode  node ids, empty until placed
     cached           prompt tokens reused
-    `rungs`          attempts after the first
+    `retries`          attempts after the first
     outcome          empty while running, then done, cancelled (its client left) or an error code
     """
 
@@ -45,7 +45,7 @@ class RequestRecord:
     cached: int = 0
     first_at: float | None = None
     ended_at: float = 0.0
-    rungs: int = 0
+    retries: int = 0
     outcome: str = ""
     _tokens: Sequence[int] = ()
     _output: int = 0
@@ -121,7 +121,7 @@ class RequestLog:
         """Record a retry, a hedge or a migration of a dispatch."""
         if record is None:
             return
-        record.rungs += 1
+        record.retries += 1
         self.notes.append(
             LoggedEvent(self.clock(), step, tuple(nodes), told[:LONGEST_TOLD], record.request_id, record.tenant)
         )

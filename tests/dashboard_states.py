@@ -42,7 +42,7 @@ def point(number: int) -> Counts:
         predicted=int(asked * reused) + wrong, missed={"evicted": wrong, "node_lost": wrong // 3}, output=190,
         first_tokens=4, first_token_s=0.21, later_tokens=186, itl_s=0.024,
         refused={"429 overloaded": 3, "503 no_nodes": 1} if 40 < number < 46 else {},
-        rungs={"another_decode": 2, "move": 1} if number == 77 else {},
+        retries={"another_decode": 2, "move": 1} if number == 77 else {},
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def asked(number: int, **changes: Any) -> Asked:
     known: dict[str, Any] = {
         "id": f"chat-{number:04}", "tenant": "", "model": "SmolLM2-135M-Instruct", "work": "generate",
         "prefill": "prefill-1", "decode": f"decode-{number % 3}", "prompt": 600 + number, "cached": 512, "output": 90,
-        "queued_s": 0.0004, "first_token_s": 0.18, "seconds": 3.4 + number / 10, "ago_s": 2.0 * number, "rungs": 0,
+        "queued_s": 0.0004, "first_token_s": 0.18, "seconds": 3.4 + number / 10, "ago_s": 2.0 * number, "retries": 0,
         "outcome": "done",
     }  # fmt: skip
     return Asked(**{**known, **changes})
@@ -85,7 +85,7 @@ def busy(**changes: Any) -> State:
         ],
         "running": [asked(n, outcome="running", ago_s=None, output=20 * n) for n in range(3)],
         "recent": [asked(10), asked(9, tenant="team-a", outcome="cancelled"),
-                   asked(8, rungs=2, prefill="", decode="decode-1", cached=0),
+                   asked(8, retries=2, prefill="", decode="decode-1", cached=0),
                    asked(7, id="", outcome="overloaded", prefill="", decode="", first_token_s=None, output=0),
                    asked(6, work="embed", decode="", output=0)],
         "events": [

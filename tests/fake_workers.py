@@ -467,8 +467,8 @@ class Bench:
         )
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 
-    def rungs(self) -> dict[str, int]:
-        return self._counted(self.metrics.retries, "rung")
+    def retries(self) -> dict[str, int]:
+        return self._counted(self.metrics.retries, "step")
 
     def placements(self) -> dict[str, int]:
         return self._counted(self.metrics.placements, "kind")

@@ -37,7 +37,7 @@ class Reading:
     later_tokens: int = 0
     between_s: float = 0.0
     refused: Sums[str] = field(default_factory=Sums)
-    rungs: Sums[str] = field(default_factory=Sums)
+    retries: Sums[str] = field(default_factory=Sums)
 
     def since(self, before: Reading | None, now: float, began: float) -> Counts:
         """Return the counts after `before`, or since `began`."""
@@ -58,7 +58,7 @@ class Reading:
             later_tokens=later,
             itl_s=(self.between_s - old.between_s) / later if later else None,
             refused=dict(self.refused - old.refused),
-            rungs=dict(self.rungs - old.rungs),
+            retries=dict(self.retries - old.retries),
         )
 
 
@@ -103,7 +103,7 @@ class History:
             int(total(m.itl, "_count")),
             total(m.itl, "_sum"),
             sums(m.errors, "status", "code"),
-            sums(m.retries, "rung"),
+            sums(m.retries, "step"),
         )
 
 

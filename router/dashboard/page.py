@@ -45,7 +45,7 @@ def view(state: State) -> str:
             highest=highest,
             misses=[each for each in misses if each.total],
             refusals=refusals,
-            rungs={rung: number for rung, number in window.rungs.items() if number},
+            retries={step: number for step, number in window.retries.items() if number},
             hit_path=charts.hit_line(state.points),
             picture=flows.transfers(state.nodes, state.transfers),
             hit=window.hit_rate,

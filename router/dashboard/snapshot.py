@@ -208,7 +208,7 @@ def _asked(record: RequestRecord, now: float, viewer: str | None) -> Asked:
         first_token_s=None if record.first_at is None else record.first_at - record.arrived,
         seconds=(record.ended_at if record.outcome else now) - record.arrived,
         ago_s=now - record.ended_at if record.outcome else None,
-        rungs=record.rungs,
+        retries=record.retries,
         outcome=record.outcome or "running",
     )
 

@@ -56,7 +56,7 @@ class Counts(BaseModel):
     itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens behind first ones
     failed         requests answered with a status of 500 or above
     refused        requests answered with 429 or such a status, by status and error code
-    rungs          attempts after the first, by step of the retry policy
+    retries          attempts after the first, by step of the retry policy
     """
 
     ago_s: float
@@ -72,7 +72,7 @@ class Counts(BaseModel):
     later_tokens: int = 0
     itl_s: float | None = None
     refused: dict[str, int] = {}
-    rungs: dict[str, int] = {}
+    retries: dict[str, int] = {}
 
     @classmethod
     def of(cls, points: Sequence[Counts]) -> Counts:
@@ -81,7 +81,7 @@ class Counts(BaseModel):
         waited_s = sum(point.first_tokens * (point.first_token_s or 0.0) for point in points)
         later = sum(point.later_tokens for point in points)
         between_s = sum(point.later_tokens * (point.itl_s or 0.0) for point in points)
-        sums: dict[str, Counter[str]] = {name: Counter() for name in ("prompt", "missed", "refused", "rungs")}
+        sums: dict[str, Counter[str]] = {name: Counter() for name in ("prompt", "missed", "refused", "retries")}
         for point in points:
             for name, found in sums.items():
                 found.update(getattr(point, name))
@@ -132,7 +132,7 @@ class Asked(BaseModel):
     prefill  empty if the decode node computes the prompt
     seconds  from arrival to end, or until now
     ago_s    time since its end, None while running
-    rungs    attempts after the first
+    retries    attempts after the first
     outcome  running, done, cancelled (its client left), or an error code
 
     `id` and `tenant` are empty for requests of other tenants."""
@@ -150,7 +150,7 @@ class Asked(BaseModel):
     first_token_s: float | None
     seconds: float
     ago_s: float | None
-    rungs: int
+    retries: int
     outcome: str
 
 

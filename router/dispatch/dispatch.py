@@ -200,7 +200,7 @@ class RequestDispatch:
         self._planner.goes_to(self._hedged.nodes)
 
     def _retried(self, step: str, nodes: Iterable[NodeLease | None], told: str) -> None:
-        self._context.metrics.retries.labels(step).inc()
+        self._context.metrics.retried(step)
         self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], told)
 
     def _output(self, delta: TokenDelta) -> Output:

@@ -219,7 +219,7 @@ def test_kill_9_of_the_prefill_process_mid_prompt() -> None:
         wait_for(lambda: len(cluster.worker_urls("prefill")) == 1 and cluster.worker_urls("prefill") != [url], 60)
         cluster.settle()
         router = scrape(cluster.url)
-        assert value(router, "kvferry_ladder_rungs_total") >= 1
+        assert value(router, "kvferry_retries_total") >= 1
         again = cluster.client.completions.create(model=MODEL, prompt=ids(200, 30), max_tokens=4)
         assert again.usage is not None
 

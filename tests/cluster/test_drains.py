@@ -92,8 +92,8 @@ def prompt_tokens(url: str) -> float:
 
 def recoveries(cluster: LocalCluster) -> float:
     """Attempts that were begun since others failed."""
-    rungs = scrape(cluster.url)["kvferry_ladder_rungs_total"]
-    return sum(number for labels, number in rungs if labels["rung"] not in ("move", "hedge", "suspicion"))
+    retries = scrape(cluster.url)["kvferry_retries_total"]
+    return sum(number for labels, number in retries if labels["step"] not in ("move", "hedge", "suspicion"))
 
 
 def longest_pause(streams: list[Stream], since: float = 0.0) -> float:
@@ -114,7 +114,7 @@ def test_streams_of_a_node_that_ends_go_on_at_another(tmp_path: Path) -> None:
         recovered = recoveries(cluster)
         moved = all_kinds(cluster, drain)
         (other,) = [url for node, url in urls.items() if node != busiest(moved)]
-        moves = value(scrape(cluster.url), "kvferry_ladder_rungs_total", rung="move")
+        moves = value(scrape(cluster.url), "kvferry_retries_total", step="move")
         computed = prompt_tokens(other) - before["other"]
         print(f"\nmoves {moves:.0f}, tokens computed by the other node {computed:.0f}")
         pauses = longest_pause(undisturbed), longest_pause(moved)

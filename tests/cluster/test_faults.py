@@ -87,7 +87,7 @@ def test_kill_9_of_the_decode_process_mid_stream(cluster: LocalCluster) -> None:
 
     assert stream(cluster, asked, 60, at(20, kill)) == undisturbed
     assert killed
-    assert value(scrape(cluster.url), "kvferry_ladder_rungs_total") >= 1
+    assert value(scrape(cluster.url), "kvferry_retries_total") >= 1
     wait_for(lambda: len(cluster.worker_urls("decode")) == 2, 60)
     wait_for(lambda: value(scrape(cluster.url), "kvferry_nodes", role="decode", state="ready") == 2, 20)
     cluster.settle()

@@ -162,7 +162,7 @@ def test_dashboards_show_what_they_must() -> None:
         "kvferry_requests_waiting",
         "kvferry_kv_blocks",
     } <= shown["engines"]
-    assert {"kvferry_ladder_rungs_total", "kvferry_placements_total", "kvferry_requests_queued"} <= shown["router"]
+    assert {"kvferry_retries_total", "kvferry_placements_total", "kvferry_requests_queued"} <= shown["router"]
 
 
 def test_no_panel_sets_misses_off_against_luck() -> None:

@@ -86,7 +86,7 @@ def test_all_of_a_node_names_its_model_once_that_is_known() -> None:
 def test_router_series_exist_at_zero() -> None:
     metrics = RouterMetrics()
     sample = metrics.registry.get_sample_value
-    assert sample("kvferry_ladder_rungs_total", {"rung": "local_prefill"}) == 0
+    assert sample("kvferry_retries_total", {"step": "local_prefill"}) == 0
     metrics.of("m")
     assert sample("kvferry_nodes", {"role": "decode", "state": "draining", "model_name": "m"}) == 0
     assert sample("kvferry_prompt_tokens_total", {"model_name": "m", "source": "reused_decode"}) == 0

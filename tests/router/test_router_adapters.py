@@ -130,7 +130,7 @@ async def test_the_ladder_counts_only_prefill_nodes_that_hold_it(house: House) -
 
     house["p2"].prefill_script = failing
     assert ids(await collect(house.start(4, adapter="id-x"))) == expected(PROMPT, 4)
-    assert house.rungs() == {"same_prefill": 1, "local_prefill": 1}
+    assert house.retries() == {"same_prefill": 1, "local_prefill": 1}
     assert not house["p1"].prefills
 
 

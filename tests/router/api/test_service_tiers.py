@@ -121,7 +121,7 @@ async def test_flex_requests_give_way_to_a_tenant_s_target(tmp_path: Path) -> No
             flexible = [asyncio.create_task(ask("a", number, 150, service_tier="flex")) for number in range(3)]
             await until(lambda: len(bench["d1"]._made) == 3)
             urgent = await ask("b", 900, 20)
-            assert bench.rungs() == {"displaced": 1}
+            assert bench.retries() == {"displaced": 1}
             assert not any(task.done() for task in flexible)
             answers = [await task for task in flexible]
     assert urgent["choices"][0]["token_ids"] == expected([900, 5, 6], 20)

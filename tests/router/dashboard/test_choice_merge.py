@@ -22,7 +22,7 @@ def counts(requests: int, seconds: float = 5.0, first_token_s: float = 1.0) -> C
 def asked(name: str, seconds: float, ago_s: float | None = None) -> Asked:
     return Asked(
         id=name, tenant="", model="m", work="generate", prefill="", decode="d", prompt=1, cached=0, output=1,
-        queued_s=0, first_token_s=None, seconds=seconds, ago_s=ago_s, rungs=0,
+        queued_s=0, first_token_s=None, seconds=seconds, ago_s=ago_s, retries=0,
         outcome="running" if ago_s is None else "done",
     )  # fmt: skip
 

@@ -85,7 +85,7 @@ async def test_known_traffic_makes_exact_numbers() -> None:
     assert [row.id for row in state.recent] == ["order-2", "order-1", "order-0"]
     for row in state.recent:
         assert (row.prefill, row.decode, row.prompt, row.cached, row.output) == ("p1", "d1", 64, 16, 4)
-        assert (row.outcome, row.rungs, row.work, row.model) == ("done", 0, "generate", "m")
+        assert (row.outcome, row.retries, row.work, row.model) == ("done", 0, "generate", "m")
         assert row.first_token_s is not None
         assert 0 <= row.queued_s < row.first_token_s < row.seconds
     assert [(event.kind, event.nodes) for event in reversed(state.events)] == [("joined", ["p1"]), ("joined", ["d1"])]
@@ -119,7 +119,7 @@ async def test_what_failed_is_told_with_the_rung_that_followed() -> None:
         (event,) = [each for each in state.events if each.request]
         assert (event.kind, event.request, event.nodes) == ("local_prefill", "unlucky", ["p1"])
         assert event.told.startswith("node_died") or event.told.startswith("node_lost"), event.told
-        assert [(row.rungs, row.prefill, row.decode) for row in state.recent] == [(1, "", "d1")]
+        assert [(row.retries, row.prefill, row.decode) for row in state.recent] == [(1, "", "d1")]
         (suspect,) = [each for each in state.suspects if each.kind == "node"]
         assert suspect.prefill == "p1"
         assert 0 < suspect.seconds <= 2

@@ -100,4 +100,4 @@ async def test_storm(seed: int) -> None:
             bench.store.available = True
         assert fates.count("done") > 40
         assert fates.count("twice bereft") <= 3
-        assert sum(bench.rungs().values()) > 0
+        assert sum(bench.retries().values()) > 0

@@ -50,7 +50,7 @@ async def test_disaggregated() -> None:
         assert request.job.router_id == "router-test"
         assert request.job.prompt_len == len(PROMPT)
         assert 0 < request.job.deadline_s <= 600
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
         assert bench["p1"].cancels == bench["d1"].cancels == []
         assert bench.placements() == {"remote": 1}
 

@@ -66,7 +66,7 @@ def failing(code: str, *, after_first: bool = False, times: int = 99) -> Any:
 async def test_same_prefill_again_before_any_byte() -> None:
     async with Bench([prefill(prefill_script=failing("server_error", times=1)), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"same_prefill": 1}
+        assert bench.retries() == {"same_prefill": 1}
         jobs = [request.job for request in bench["p1"].prefills]
         assert [(job.attempt, job.failures) for job in jobs] == [(0, 0), (1, 1)]
         await until(lambda: len(bench["d1"].cancels) == 1)
@@ -77,7 +77,7 @@ async def test_prefill_dies_before_its_first_token() -> None:
     async with Bench([prefill(prefill_script=crash_at_once), decode()]) as bench:
         dispatch = bench.start(6)
         assert ids(await collect(dispatch)) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.retries() == {"local_prefill": 1}
         assert dispatch.route.prefill is None
 
 
@@ -85,15 +85,15 @@ async def test_another_prefill_takes_over() -> None:
     async with Bench([prefill("p1", prefill_script=crash_at_once), prefill("p2"), decode()]) as bench:
         for _ in range(4):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs()["another_prefill"] >= 1
-        assert "local_prefill" not in bench.rungs()
+        assert bench.retries()["another_prefill"] >= 1
+        assert "local_prefill" not in bench.retries()
 
 
 async def test_prefill_dies_after_its_first_token() -> None:
     async with Bench([prefill(prefill_script=crash_after_first), decode()]) as bench:
         dispatch = bench.start(6)
         assert ids(await collect(dispatch)) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.retries() == {"local_prefill": 1}
         job = bench["d1"].jobs[0]
         assert job.token_ids == PROMPT + tuple(expected(PROMPT, 1))
         assert job.prompt_len == len(PROMPT)
@@ -109,7 +109,7 @@ async def test_prefill_that_dies_after_decode_took_over_changes_nothing() -> Non
 
     async with Bench([prefill(prefill_script=script), decode()]) as bench:
         assert ids(await collect(bench.start(20))) == expected(PROMPT, 20)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_first_token_lost_although_decode_runs() -> None:
@@ -128,13 +128,13 @@ async def test_first_token_lost_although_decode_runs() -> None:
 async def test_ship_fails_after_the_first_token(code: str) -> None:
     async with Bench([prefill(prefill_script=failing(code, after_first=True)), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill" if code == "server_error" else "another_pair": 1}
+        assert bench.retries() == {"local_prefill" if code == "server_error" else "another_pair": 1}
 
 
 async def test_decode_reports_a_lost_ship() -> None:
     async with Bench([prefill(), decode(fail_attempts=["transfer_failed"])]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"another_pair": 1}
+        assert bench.retries() == {"another_pair": 1}
 
 
 async def test_prefill_answer_that_just_ends() -> None:
@@ -154,7 +154,7 @@ async def test_decode_dies_while_tokens_flow(crash_after: int, with_prefill: boo
         for output in outputs:
             assert ids(output) == expected(PROMPT, 16)
             assert output[-1].finish_reason == "length"
-        assert set(bench.rungs()) == {"another_decode"}
+        assert set(bench.retries()) == {"another_decode"}
         resumed = [job for job in bench["d2"].jobs if job.attempt == 1]
         assert resumed
         for job in resumed:
@@ -187,7 +187,7 @@ async def test_requests_that_come_while_the_only_decode_node_restarts_wait_for_i
         await asyncio.sleep(0.3)
         await bench.add(decode("d1", epoch=2))
         assert [ids(await task) for task in tasks] == [expected(PROMPT, 6)] * 8
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_who_waits_for_a_node_hears_in_time_that_none_comes() -> None:
@@ -213,7 +213,7 @@ async def test_silent_stream_is_a_lost_node() -> None:
         await until(lambda: bench.nodes.entries["d1", 1].suspected)
         await bench.add(decode("d2"))
         assert ids(await task) == expected(PROMPT, 200)
-        assert bench.rungs() == {"another_decode": 1}
+        assert bench.retries() == {"another_decode": 1}
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -232,7 +232,7 @@ async def test_a_node_whose_step_hangs_is_left_at_once(hanging: str) -> None:
         began = time.monotonic()
         assert ids(await task) == expected(PROMPT, 200)
         assert time.monotonic() - began < 5
-        assert bench.rungs() == {"local_prefill" if hanging == "p1" else "another_decode": 1}
+        assert bench.retries() == {"local_prefill" if hanging == "p1" else "another_decode": 1}
         assert not bench.nodes.entries[(victim.node_id, 1)].reachable
         victim.pulse = Pulse(engine_s=0.0, usual_s=0.01)
         await until(lambda: bench.nodes.entries[(victim.node_id, 1)].reachable)
@@ -243,7 +243,7 @@ async def test_a_node_whose_steps_are_long_as_a_rule_is_waited_for() -> None:
         bench["d1"].pulse = Pulse(engine_s=4.0, usual_s=0.5)
         await asyncio.sleep(0.5)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_a_node_that_lost_its_lease_works_on_while_its_stream_flows() -> None:
@@ -255,7 +255,7 @@ async def test_a_node_that_lost_its_lease_works_on_while_its_stream_flows() -> N
         await asyncio.sleep(0.8)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert ids(await task) == expected(PROMPT, 400)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
         bench["p1"].crash()
         await until(lambda: ("p1", 1) not in bench.nodes.entries)
 
@@ -263,20 +263,20 @@ async def test_a_node_that_lost_its_lease_works_on_while_its_stream_flows() -> N
 async def test_hanging_prefill_gets_its_share_of_the_deadline_only() -> None:
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         assert ids(await collect(bench.start(6, deadline_s=1.0))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.retries() == {"local_prefill": 1}
 
 
 async def test_decode_gives_up_an_attempt() -> None:
     async with Bench([decode("d1", fail_attempts=["server_error"]), decode("d2")]) as bench:
         results = [ids(await collect(bench.start(5))) for _ in range(2)]
         assert results == [expected(PROMPT, 5)] * 2
-        assert bench.rungs() == {"another_decode": 1}
+        assert bench.retries() == {"another_decode": 1}
 
 
 async def test_refused_grants_wait_for_room() -> None:
     async with Bench([prefill(prefill_script=failing("grant_refused", times=2)), decode()], patience_s=3) as bench:
         assert ids(await collect(bench.start(5))) == expected(PROMPT, 5)
-        assert bench.rungs() == {"wait_for_room": 2}
+        assert bench.retries() == {"wait_for_room": 2}
 
 
 async def test_room_that_never_comes_is_overload() -> None:
@@ -290,7 +290,7 @@ async def test_room_that_never_comes_is_overload() -> None:
 async def test_prefill_that_refuses_is_not_asked_again(refusal: KvferryError) -> None:
     async with Bench([prefill(refusal=refusal), decode()]) as bench:
         assert ids(await collect(bench.start(5))) == expected(PROMPT, 5)
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.retries() == {"local_prefill": 1}
         assert len(bench["p1"].prefills) == 1
 
 
@@ -299,7 +299,7 @@ async def test_what_no_other_attempt_can_help_is_raised_at_once() -> None:
         with pytest.raises(InvalidRequest) as caught:
             await collect(bench.start(5))
         assert caught.value.param == "seed"
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_attempts_are_bounded() -> None:
@@ -316,7 +316,7 @@ async def test_suspected_prefill_is_spared_for_a_while() -> None:
         dispatch = bench.start(3)
         await collect(dispatch)
         assert dispatch.route.prefill is None
-        assert bench.rungs() == {"local_prefill": 1}
+        assert bench.retries() == {"local_prefill": 1}
 
 
 def cannot_reach(*decodes: str) -> Any:
@@ -340,7 +340,7 @@ async def test_one_request_learns_for_all_that_a_pair_is_broken() -> None:
     async with Bench([prefill("p1", prefill_script=broken), decode("d1"), decode("d2")]) as bench:
         for _ in range(8):
             assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
-        assert bench.rungs() == {"another_pair": 1}
+        assert bench.retries() == {"another_pair": 1}
         asked = [request.target.node_id for request in bench["p1"].prefills if request.target]
         assert asked.count("d1") == 1
         assert "p1" not in [node for node, _ in bench.nodes.breakers.shut().nodes]
@@ -352,7 +352,7 @@ async def test_a_decode_node_that_no_prefill_node_reaches_computes_by_itself() -
     async with Bench(workers) as bench:
         for _ in range(8):
             assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
-        assert bench.rungs() == {"another_pair": 2}
+        assert bench.retries() == {"another_pair": 2}
         assert (None, ("d1", 1)) in bench.nodes.breakers.shut().pairs
 
 

@@ -66,7 +66,7 @@ async def test_a_fork_whose_node_dies_under_it_climbs_the_ladder(bench: Bench) -
     home.crash_after = home._deltas + 12
     fork = bench.start(20, fork_of=leader.fork)
     assert ids(await collect(fork)) == expected(PROMPT, 20)
-    assert bench.rungs()["another_decode"] >= 1
+    assert bench.retries()["another_decode"] >= 1
     others = [job for name in ("d1", "d2", "d3") if name != home.node_id for job in bench[name].jobs]
     assert any(job.attempt and job.fork_of for job in others)
 

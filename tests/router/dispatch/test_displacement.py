@@ -52,12 +52,12 @@ async def test_the_newest_patient_stream_gives_way_and_goes_on_behind_its_tokens
         urgent = tokens_of(bench, 20, itl_s=ITL_S)
         assert await urgent == expected(PROMPT, 20)
         assert not any(task.done() for task in patient)
-        assert bench.rungs() == {"displaced": 1}
+        assert bench.retries() == {"displaced": 1}
         assert [await task for task in patient] == [expected([number, *PROMPT], MOST) for number in range(3)]
         later = [job for job in bench["d1"].jobs if job.attempt == 1]
         assert [job.token_ids[0] for job in later] == [2]
         assert len(later[0].token_ids) > len(PROMPT) + 1, "it began anew"
-        assert bench.rungs() == {"displaced": 1}
+        assert bench.retries() == {"displaced": 1}
         assert forgotten(bench)
 
 
@@ -65,7 +65,7 @@ async def test_a_displaced_stream_waits_while_it_would_delay_the_one_with_the_ta
     async with Bench([node()]) as bench:
         patient = await busy(bench, 3)
         urgent = tokens_of(bench, MOST, itl_s=ITL_S)
-        await until(lambda: bench.rungs() == {"displaced": 1})
+        await until(lambda: bench.retries() == {"displaced": 1})
         await asyncio.sleep(0.1)
         assert bench["d1"].running == 3
         patient[0].cancel()
@@ -84,7 +84,7 @@ async def test_without_patient_work_it_is_rejected_at_once() -> None:
             await collect(bench.start(20, itl_s=ITL_S))
         assert caught.value.retry_after
         assert [await task for task in others] == [expected(PROMPT, 60)] * 3
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_nothing_gives_way_where_that_would_not_help() -> None:
@@ -93,7 +93,7 @@ async def test_nothing_gives_way_where_that_would_not_help() -> None:
         (patient,) = await busy_with(bench, others)
         with pytest.raises(TargetMissed):
             await collect(bench.start(20, itl_s=ITL_S))
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
         await asyncio.gather(patient, *others)
 
 
@@ -125,7 +125,7 @@ async def test_a_new_patient_request_waits_behind_the_displaced_ones() -> None:
         await until(lambda: len(bench.cluster.displacement._waiting) == 5)
         assert [await task for task in urgent] == [expected([900 + number, *PROMPT], 60) for number in range(3)]
         assert [await task for task in patient] == [expected([number, *PROMPT], 8) for number in range(5)]
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
     assert forgotten(bench)
 
 
@@ -144,9 +144,9 @@ async def test_prompts_give_way_to_a_first_token_that_would_come_too_late() -> N
         await until(lambda: len(bench["p1"].prefills) == 3)
         with pytest.raises(Overloaded):
             await collect(bench.start(4, first_s=0.1))
-        assert bench.rungs() == {}, "its own prompt takes longer"
+        assert bench.retries() == {}, "its own prompt takes longer"
         assert await tokens_of(bench, 4, first_s=1.5) == expected(PROMPT, 4)
-        assert bench.rungs() == {"displaced": 2}
+        assert bench.retries() == {"displaced": 2}
         held.set()
         assert [await task for task in patient] == [expected([number, *PROMPT], 8) for number in range(3)]
         assert [job.job.token_ids[0] for job in bench["p1"].prefills if job.job.attempt] in ([1, 2], [2, 1])

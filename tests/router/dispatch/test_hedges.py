@@ -62,7 +62,7 @@ async def hedged_once(bench: Bench) -> RequestDispatch:
     dispatch = bench.start(6)
     assert ids(await collect(dispatch)) == expected(PROMPT, 6)
     assert asyncio.get_running_loop().time() - began < 1.5
-    assert bench.rungs() == {"hedge": 1}
+    assert bench.retries() == {"hedge": 1}
     return dispatch
 
 
@@ -84,12 +84,12 @@ async def test_another_pair_takes_over_from_a_prefill_node_that_says_nothing() -
 async def test_the_only_decode_node_computes_by_itself() -> None:
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"hedge": 1}
+        assert bench.retries() == {"hedge": 1}
         assert bench.placements() == {"remote": 1, "local": 1}, "both attempts of one request"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.nodes.breakers.shut().nodes == {("p1", 1)}, "late twice"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"hedge": 2}
+        assert bench.retries() == {"hedge": 2}
 
 
 @pytest.mark.parametrize("free", [10, 20])
@@ -121,7 +121,7 @@ async def test_where_one_of_both_fails_the_other_goes_on(first: Any, second: Any
     workers = [prefill("p1", prefill_script=first), prefill("p2", prefill_script=second), decode("d1"), decode("d2")]
     async with Bench(workers) as bench:
         assert ids(await collect(bench.start(8))) == expected(PROMPT, 8)
-        assert bench.rungs()["hedge"] == 1
+        assert bench.retries()["hedge"] == 1
         assert len(bench["p1"].prefills) == len(bench["p2"].prefills) == 1
 
 
@@ -151,7 +151,7 @@ async def test_blocks_that_do_not_arrive_make_the_pair_doubtful_and_not_the_node
     async with Bench([prefill("p1", prefill_script=ship_after(60)), decode("d1"), decode("d2")]) as bench:
         for _ in range(2):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"hedge": 2}
+        assert bench.retries() == {"hedge": 2}
         assert not bench.nodes.breakers.shut().nodes
         used = [request.target.node_id for request in bench["p1"].prefills]
         pairs = {(("p1", 1), (name, 1)) for name in used if used.count(name) > 1}
@@ -161,7 +161,7 @@ async def test_blocks_that_do_not_arrive_make_the_pair_doubtful_and_not_the_node
 async def test_one_whose_blocks_arrive_in_time_is_not_late() -> None:
     async with Bench([prefill("p1", prefill_script=ship_after(0.1)), prefill("p2"), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_a_decode_node_of_long_steps_is_not_late_with_its_first_one() -> None:
@@ -170,7 +170,7 @@ async def test_a_decode_node_of_long_steps_is_not_late_with_its_first_one() -> N
     async with Bench([prefill("p1", prefill_script=ship_after(0.5)), decode(changes=slow)]) as bench:
         for _ in range(2):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
         assert not bench.nodes.breakers.shut().pairs
 
 
@@ -178,7 +178,7 @@ async def test_nothing_is_hedged_beyond_the_budget() -> None:
     async with Bench([prefill("p1", prefill_script=after(0.6)), prefill("p2"), decode()]) as bench:
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_what_has_not_begun_waits_for_the_budget_and_hears_in_time_that_there_is_none() -> None:
@@ -219,18 +219,18 @@ async def test_what_would_miss_its_target_is_refused_at_once_and_what_has_begun_
 
 async def test_what_was_late_and_got_on_is_late_no_more() -> None:
     """A router that stood still reads of both at once, and judges nobody by its own pause."""
-    rung: list[Timer] = []
-    alarms = Timers(asyncio.get_running_loop().time() + 60, rung.append)
+    step: list[Timer] = []
+    alarms = Timers(asyncio.get_running_loop().time() + 60, step.append)
     alarms.expect(0.02)
     assert not alarms.late
-    await until(lambda: rung)
-    assert (rung, alarms.late) == ([Timer.LATE], True)
+    await until(lambda: step)
+    assert (step, alarms.late) == ([Timer.LATE], True)
     alarms.progressed()
     assert not alarms.late
     alarms.expect(0.02)
     alarms.progressed()
     await asyncio.sleep(0.05)
-    assert rung == [Timer.LATE]
+    assert step == [Timer.LATE]
     alarms.stop()
 
 

@@ -213,7 +213,7 @@ async def test_a_hedge_may_go_to_the_other_version(monkeypatch: pytest.MonkeyPat
         await until(lambda: bool(bench["p1"].prefills))
         await added(bench, new(prefill("p2")), new(decode("d2")))
         assert ids(await task) == expected(PROMPT, 6)
-        assert (bench.rungs(), dispatch.route.prefill) == ({"hedge": 1}, "p2")
+        assert (bench.retries(), dispatch.route.prefill) == ({"hedge": 1}, "p2")
         assert {len(each) for each in fingerprints(bench.workers.values()).values()} == {1}
         assert dispatch.fork.fingerprint == "new"
 
@@ -238,7 +238,7 @@ async def test_a_prefill_node_is_tried_again_though_the_other_version_is_cheaper
         await added(bench, new(prefill("p2")), new(decode("d2")))
         gate.set()
         assert ids(await task) == expected(PROMPT, 6)
-        assert bench.rungs() == {"same_prefill": 1}
+        assert bench.retries() == {"same_prefill": 1}
         assert (len(calls), works(bench["p2"])) == (2, 0)
 
 

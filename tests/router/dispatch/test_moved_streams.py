@@ -66,7 +66,7 @@ async def test_a_stream_goes_on_at_another_node_without_a_prefill() -> None:
         at, other, tokens = await begun(bench)
         await drain(bench, at)
         assert await tokens == expected(PROMPT, MOST)
-        assert bench.rungs() == {"move": 1}
+        assert bench.retries() == {"move": 1}
         assert [(move.attempt, move.later) for move in at.moves] == [(0, 1)]
         assert [job.attempt for job in other.jobs] == [1]
         assert not at.running
@@ -106,7 +106,7 @@ async def test_a_stream_that_moved_leaves_nothing_to_the_garbage_collector() -> 
             await until(lambda: not any(type(each) is MigrationAttempt for each in gc.get_objects()))
         finally:
             gc.enable()
-        assert bench.rungs() == {"move": 1}
+        assert bench.retries() == {"move": 1}
 
 
 async def test_the_last_node_runs_on_until_there_is_another() -> None:
@@ -167,7 +167,7 @@ async def test_a_move_that_was_given_up_comes_about_and_the_call_for_the_next_on
         at.move_refusals = [TransferFailed("it does not stream here")]
         async with asyncio.timeout(2):
             assert await tokens == expected(PROMPT, MOST)
-        assert bench.rungs() == {"move": 2, "another_decode": 1}
+        assert bench.retries() == {"move": 2, "another_decode": 1}
 
 
 async def test_a_node_that_takes_over_drains_too() -> None:
@@ -179,7 +179,7 @@ async def test_a_node_that_takes_over_drains_too() -> None:
         await bench.add(decode("d3"))
         assert await tokens == expected(PROMPT, MOST)
         assert [move.target.node_id for move in other.moves] == ["d3"]
-        assert bench.rungs() == {"move": 2}
+        assert bench.retries() == {"move": 2}
 
 
 async def test_blocks_that_come_corrupt_in_moves_end_in_quarantine() -> None:
@@ -217,7 +217,7 @@ async def test_the_call_breaks_while_the_move_goes_on() -> None:
         assert [move.later for move in at.moves] == [1]
         assert [job.attempt for job in other.jobs] == [1]
         assert not other.cancels
-        assert bench.rungs() == {"move": 1}
+        assert bench.retries() == {"move": 1}
 
 
 async def test_the_call_breaks_and_nothing_is_heard_of_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ async def test_the_call_breaks_and_nothing_is_heard_of_the_move(monkeypatch: pyt
         cut_moves(at)
         assert await tokens == expected(PROMPT, MOST)
         assert [(move.later, move.target.node_id) for move in at.moves] == [(1, other.node_id), (2, other.node_id)]
-        assert bench.rungs() == {"move": 2}
+        assert bench.retries() == {"move": 2}
 
 
 async def test_a_client_leaves_in_the_middle_of_a_move() -> None:
@@ -262,7 +262,7 @@ async def test_a_stream_is_said_to_have_moved_although_nobody_asked() -> None:
         at._running[job.request_id].cancel()
         at._queues[job.router_id].put_nowait(StepFrame(failed=(AttemptFailed(job.request_id, 0, "moved", "so"),)))
         assert await tokens == expected(PROMPT, MOST)
-        assert bench.rungs() == {"another_decode": 1}
+        assert bench.retries() == {"another_decode": 1}
 
 
 async def test_all_streams_of_a_node_leave_it() -> None:
@@ -272,7 +272,7 @@ async def test_all_streams_of_a_node_leave_it() -> None:
         await drain(bench, bench["d1"])
         for dispatch in dispatches:
             assert ids(await dispatch) == expected(PROMPT, MOST)
-        assert bench.rungs() == {"move": len(bench["d1"].moves)}
+        assert bench.retries() == {"move": len(bench["d1"].moves)}
 
 
 def test_a_move_request_is_a_message_of_its_own() -> None:
@@ -290,7 +290,7 @@ async def test_no_stream_moves_to_a_node_that_cannot_read_its_blocks() -> None:
         assert ids(await collect(bench.start(8))) == expected(PROMPT, 8)
         assert new.jobs
         assert await tokens == expected(PROMPT, MOST)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
         assert not at.moves
 
 
@@ -343,7 +343,7 @@ async def test_a_stream_that_was_not_moved_in_time_is_recovered_elsewhere_and_no
         ended = AttemptFailed(job.request_id, job.attempt, "draining", "the node ends")
         at._queues[job.router_id].put_nowait(StepFrame(failed=(ended,)))
         assert await tokens == expected(PROMPT, MOST)
-        assert bench.rungs() == {"drain_timeout": 1}
+        assert bench.retries() == {"drain_timeout": 1}
         assert len(other.jobs) == 1
         assert not bench.cluster.deaths.any
         assert not bench.nodes.breakers.shut().nodes

@@ -88,7 +88,7 @@ async def test_the_ladder_when_its_node_dies(others: list[FakeWorker]) -> None:
             await until(lambda: len(bench.cluster.able("prefill")) == 2)
         outputs = [(await collect(start(bench)))[0].vector for _ in range(3)]
         assert outputs == [VECTOR] * 3
-        assert bench.rungs()
+        assert bench.retries()
 
 
 async def test_a_deadline_ends_it() -> None:

@@ -72,7 +72,7 @@ async def test_a_prefix_on_a_node_that_another_one_outran(monkeypatch: pytest.Mo
     async with Bench([prefill("p1", prefill_script=silent), prefill("p2"), decode("d1"), decode("d2")]) as bench:
         await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         assert ids(await collect(bench.start(6, namespace="tenant"))) == expected(PROMPT, 6)
-        assert bench.rungs() == {"hedge": 1}
+        assert bench.retries() == {"hedge": 1}
         assert counted(bench) == (40, 16, 0, {"outrun": 24})
 
 

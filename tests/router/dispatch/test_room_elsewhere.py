@@ -73,7 +73,7 @@ async def test_it_goes_where_room_comes_up_after_a_bounded_time_and_without_a_bu
         assert ids(await answer) == expected(PROMPT, 6)
         asked = [(request.target.node_id, request.job.request_id) for request in cluster["p1"].prefills]
         assert [node for node, _ in asked] == ["d1", "d2"]
-        assert cluster.rungs() == {"room_elsewhere": 1}
+        assert cluster.retries() == {"room_elsewhere": 1}
         await until(lambda: cluster["p1"].answering == 0)
         for node in ("p1", "d1"):
             assert [cancel.request_id for cancel in cluster[node].cancels] == [asked[0][1]]
@@ -102,7 +102,7 @@ async def test_it_waits_where_it_is_while_all_are_crowded() -> None:
         await until(lambda: cluster["p1"].prefills)
         await asyncio.sleep(1.0)
         assert len(cluster["p1"].prefills) == 1
-        assert cluster.rungs() == {}
+        assert cluster.retries() == {}
         await dispatch.cancel()
         await asyncio.gather(answer, return_exceptions=True)
 

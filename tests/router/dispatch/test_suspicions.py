@@ -59,7 +59,7 @@ async def test_a_stream_goes_on_elsewhere_while_its_node_is_silent() -> None:
         paused_s = await until(lambda: bench[there]._made)
         assert paused_s < LOST * 1.0 - 0.2
         assert ids(await task) == expected(PROMPT, TOKENS)
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         assert false_suspicions(bench) == 0
         assert bench.nodes.entries[here, 1].suspected
 
@@ -70,7 +70,7 @@ async def test_a_stream_goes_on_elsewhere_while_a_step_of_its_node_stands() -> N
         bench[here].step_s, bench[here].pulse = 30.0, STANDS
         assert ids(await task) == expected(PROMPT, TOKENS)
         assert bench[there].running == 0
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         await until(lambda: bench[here].cancels)
         assert false_suspicions(bench) == 0
         bench[here].pulse = MOVES
@@ -83,10 +83,10 @@ async def test_a_node_that_comes_back_keeps_its_stream() -> None:
         bench[there].step_s = 30.0
         bench["p1"].prefill_script = hang
         bench[here].step_s, bench[here].pulse = 0.8, STANDS
-        await until(lambda: bench.rungs())
+        await until(lambda: bench.retries())
         bench[here].step_s, bench[here].pulse = 0.003, MOVES
         assert ids(await task) == expected(PROMPT, TOKENS)
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         assert false_suspicions(bench) == 1
         assert not bench[here].cancels
         await until(lambda: bench["p1"].answering == 0)
@@ -100,7 +100,7 @@ async def test_a_prompt_on_a_prefill_node_whose_step_stands_is_computed_elsewher
         await until(lambda: ("p2", 1) in bench.nodes.entries and bench.nodes.entries["p2", 1].open)
         bench["p1"].pulse = STANDS
         assert ids(await task) == expected(PROMPT, 6)
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         assert bench["p1"].prefills[0].job.request_id != bench["p2"].prefills[0].job.request_id
 
 
@@ -126,7 +126,7 @@ async def test_a_prefill_nodes_token_does_not_say_that_the_decode_node_is_well()
         await until(lambda: len(bench["p1"].prefills) == 2)
         go.set()
         assert ids(await task) == expected(PROMPT, 6)
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         assert false_suspicions(bench) == 0
         assert dispatch.route.prefill == "p1"
         await until(lambda: bench["p1"].answering == 0)
@@ -136,7 +136,7 @@ async def test_tokens_behind_a_missing_one_do_not_say_that_it_will_come() -> Non
     """A prefill node froze between its commit and its first token's way to the router."""
 
     async def commits(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
-        await until(lambda: bench.rungs())
+        await until(lambda: bench.retries())
         worker.peers[request.target.node_id].decode(request.job, 1)
         yield SILENCE
 
@@ -154,7 +154,7 @@ async def test_tokens_behind_a_missing_one_do_not_say_that_it_will_come() -> Non
         await until(lambda: ("p2", 1) in bench.nodes.entries and bench.nodes.entries["p2", 1].open)
         bench["p1"].pulse = STANDS
         assert ids(await task) == expected(PROMPT, 6)
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         assert false_suspicions(bench) == 0
 
 
@@ -180,7 +180,7 @@ async def test_a_request_that_waits_for_a_ship_over_a_standing_link_is_begun_els
         await until(lambda: ("d2", 1) in bench.nodes.entries and bench.nodes.entries["d2", 1].open)
         bench["d1"].pulse = LINK_STANDS
         assert ids(await task) == expected(PROMPT, 6)
-        assert bench.rungs() == {"suspicion": 1}
+        assert bench.retries() == {"suspicion": 1}
         assert false_suspicions(bench) == 0
 
 
@@ -192,7 +192,7 @@ async def test_a_stream_that_decodes_needs_no_link() -> None:
         bench[here].pulse = LINK_STANDS
         await until(lambda: bench.nodes.entries[here, 1].link_suspected)
         assert ids(await task) == expected(PROMPT, TOKENS)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
         assert not bench[there].jobs
 
 
@@ -205,7 +205,7 @@ async def test_a_prefill_node_that_has_done_its_part_matters_no_more() -> None:
         bench[used].pulse = STANDS
         await until(lambda: bench.nodes.entries[used, 1].suspected)
         assert ids(await task) == expected(PROMPT, TOKENS)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_nothing_is_begun_elsewhere_without_room() -> None:
@@ -218,7 +218,7 @@ async def test_nothing_is_begun_elsewhere_without_room() -> None:
         bench[here].step_s, bench[here].pulse = 0.003, MOVES
         assert ids(await task) == expected(PROMPT, TOKENS)
         assert not bench[there].jobs
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_new_requests_avoid_a_suspected_node_while_there_is_another() -> None:
@@ -230,7 +230,7 @@ async def test_new_requests_avoid_a_suspected_node_while_there_is_another() -> N
     async with Bench([decode("d1", pulse=STANDS)]) as bench:
         await until(lambda: bench.nodes.entries["d1", 1].suspected)
         assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
-        assert bench.rungs() == {}
+        assert bench.retries() == {}
 
 
 async def test_a_stream_that_leaves_a_draining_node_is_not_begun_elsewhere_besides() -> None:
@@ -243,4 +243,4 @@ async def test_a_stream_that_leaves_a_draining_node_is_not_begun_elsewhere_besid
         await until(lambda: bench.nodes.entries[here, 1].suspected)
         bench[here].pulse = MOVES
         assert ids(await task) == expected(PROMPT, TOKENS)
-        assert bench.rungs() == {"move": 1}
+        assert bench.retries() == {"move": 1}
