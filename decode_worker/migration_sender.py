@@ -64,7 +64,7 @@ class MigrationSender:
         self._open: dict[int, OutgoingMigration] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._asked = 0
-        self._patience = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
+        self._timeouts = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
 
     # On the asyncio loop.
 
@@ -125,7 +125,7 @@ class MigrationSender:
                     (request.request_id, request.attempt),
                     request.later,
                     lambda job: self.sender.offer(
-                        request.target, _without(job, request.target), self, patience=self._patience
+                        request.target, _without(job, request.target), self, timeouts=self._timeouts
                     ),
                 )
                 self._open[move.transfer] = OutgoingMigration(move, request.target, answer)
@@ -165,7 +165,7 @@ class MigrationSender:
         assert departure.stood_at is not None
         stood_s = time.monotonic() - departure.stood_at
         self._base.engine.submit(lambda engine: engine.moving.done(transfer))
-        self._base.outflow.note("move", departure.target.node_id, stats)
+        self._base.transfer_stats.note("move", departure.target.node_id, stats)
         self._base.call_soon(lambda: self._moved(stats, stood_s))
         self._answer(departure.answer, None)
 

@@ -67,7 +67,7 @@ class Replication:
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self._sender = base, sender
-        self._patience = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
+        self._timeouts = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
         self._lock = threading.Lock()
         self._making: dict[int, ReplicaInProgress] = {}
         self._next = 0.0
@@ -106,7 +106,7 @@ class Replication:
         most = MOST + (engine.states.most if engine.states is not None else 0)
         copy = Copy(tokens, most, job.namespace, job.adapter, DEADLINE_S, media_within(job.media, len(tokens)))
         with self._lock:  # the grant may come before `offer` returns
-            transfer = self._sender.offer(job.buddy, copy, self, patience=self._patience)
+            transfer = self._sender.offer(job.buddy, copy, self, timeouts=self._timeouts)
             self._making[transfer] = ReplicaInProgress(request, job.buddy, length, most)
 
     def _lend(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
@@ -164,7 +164,7 @@ class Replication:
         self._base.engine.submit(done)
         self._base.metrics.copies["done"].inc()
         self._base.metrics.copy_blocks["sent"].inc(stats.blocks)
-        self._base.outflow.note("copy", making.buddy.node_id, stats)
+        self._base.transfer_stats.note("copy", making.buddy.node_id, stats)
 
     def failed(self, transfer: int, error: KvferryError) -> None:
         making = self._find(transfer)

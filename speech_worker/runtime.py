@@ -21,11 +21,11 @@ from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.speech_worker.assembly import SpeechParts
 from kvferry.speech_worker.service import SpeechService
 from kvferry.speech_worker.vitals import SpeechVitals
-from kvferry.worker.address import NodeAddress
-from kvferry.worker.load import WAIT_S, decode_pressure
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.membership import LAST_WORD_S, Membership
+from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.pool_memory import GIB
+from kvferry.worker.scaling_signals import WAIT_S, decode_pressure
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.watchdog import Watchdog
 

@@ -1,7 +1,7 @@
-"""Pools of a node's ranks, one per device, presented as one pool to the link and the tiers.
+"""KV pools of a node's ranks with one device each, presented as one pool to the link and the tiers.
 
 Whole blocks pass through rows of host memory. Each rank of this host reads or writes its own part of a row; ranks of
-other hosts exchange theirs over their lines (`worker.hosts.remote_parts`)."""
+other hosts exchange their parts over channels (`worker.hosts.remote_parts`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.protocol.errors import reason
 from kvferry.runtime.limits import available_memory
 from kvferry.runtime.rank_channel import RankChannel, RankChannels
+from kvferry.worker.block_parts import Move, Segments
 from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import GIB, MEMORY_MARGIN
-from kvferry.worker.segments import Move, Segments
 from kvferry.worker.shared_rows import SharedRows
 
 GROWTH, MOST = 64 << 20, 256
@@ -38,7 +38,7 @@ class DeviceRankPool(BlockMemory):
     Calls raise DeviceLost once a rank has failed to move its part, or once host memory for the link's rows has run out:
     it is then unknown which parts moved. `lost` says why. The node must end then; link and tiers survive the exception.
 
-    others: all ranks but this one. remote: parts of those that run on other hosts."""
+    others: number of ranks besides this one. remote: parts of the ranks that run on other hosts."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ def follow(line: RankChannel, own: Segments, rows: SharedRows) -> None:
 
 
 def _do(call: int | Move, own: Segments, rows: SharedRows) -> Sequence[int]:
-    """Execute one call: a number grows the shared rows by so many, a Move copies this rank's part."""
+    """Execute one call: a number grows the shared rows by that many, a Move copies this rank's part."""
     if isinstance(call, int):
         return rows.grow(call)
     own.move(call, rows)

@@ -1,4 +1,4 @@
-"""Ranks of a node: this process is rank 0 and supervises the others.
+"""Ranks of a node, seen from rank 0: starts and supervises the other rank processes, which share its KV pool on a CPU.
 
 On a CPU all ranks share the pool of KV blocks. Each rank writes the bytes of its heads, so rank 0, which owns the link,
 finds whole blocks in the same layout as on any other node. On GPUs each rank has its own pool: see `device_ranks`."""
@@ -36,8 +36,8 @@ CALLS, MOVES = "calls", "moves"
 class Ranks:
     """Other ranks of a node: their processes, channels and heartbeats.
 
-    device: of rank 0. part: rank 0's shard of the model. pool: the joined pools of all ranks, once they are made, if
-    each rank has its own. Raises OSError."""
+    device: device of rank 0. part: rank 0's shard of the model. pool: the joined pools of all ranks, once they are
+    made, if each rank has its own. Raises OSError."""
 
     pool: DeviceRankPool | None = None
 
@@ -71,9 +71,9 @@ class Ranks:
         return ShardedModel(model, self.part.group, self._lines.tell)
 
     def available(self, layout: KVLayout, beside: int) -> float:
-        """Return the bytes that whole blocks could take on this device, after all ranks have loaded.
+        """Return the bytes available to whole blocks on this device, after all ranks have loaded.
 
-        beside: bytes that each block needs on this rank's device in addition."""
+        beside: additional bytes that each block needs on this rank's device."""
         return available_bytes(self.device)
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Ranks:
 
     @property
     def ended(self) -> str | None:
-        """Return in words which rank has ended or failed, from any thread; None if none."""
+        """Describe which rank has ended or failed, from any thread; None if none."""
         for rank, process in enumerate(self._processes, 1):
             if (status := process.poll()) is not None:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
@@ -110,7 +110,7 @@ class Ranks:
         return False
 
     def close(self) -> None:
-        """Kill the other ranks' processes, whatever they do."""
+        """Kill the other ranks' processes."""
         self._lines.close()
         for process in self._processes:
             process.kill()
@@ -121,7 +121,7 @@ class Ranks:
         return RankChannels(self._settings.tensor_parallel_size - 1)
 
     def _settings_of(self, rank: int) -> WorkerSettings:
-        """Return the settings with which another rank computes."""
+        """Return the settings of another rank."""
         return replace(self._settings, device=str(self.device))
 
     def _group(self, memory: RankMemory) -> Group:

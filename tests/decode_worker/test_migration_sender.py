@@ -182,7 +182,7 @@ async def test_a_move_to_nowhere_is_answered(both: Both) -> None:
     nowhere = replace(both.target.decode.target, link_address="127.0.0.1:1")
     request = MoveRequest("a", 0, 1, nowhere)
     moving = asyncio.create_task(
-        both.source._http.post(f"{both.source.decode.node.face.url}/attempts/move", content=pack(request))
+        both.source._http.post(f"{both.source.decode.node.address.url}/attempts/move", content=pack(request))
     )
     both.source.decode.resume()
     assert (await moving).status_code == 503

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvferry.kv_transfer import ucx_handshakes
+from kvferry.kv_transfer.control_stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.kv_transfer.handshake import HandshakeTerms
-from kvferry.kv_transfer.stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.link_messages import Abort, Commit, Grant, GrantRequest
 from kvferry.protocol.messages import TokenDelta

@@ -32,7 +32,7 @@ from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
 from kvferry.worker.service import Base
 from kvferry.worker.streams import RouterStreams
-from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
 from tests.later_checksums import LaterChecksums
 from tests.virtual.arithmetic import BLOCK_SIZE, FINGERPRINT, INFO, Arithmetic, make_engine
@@ -148,7 +148,7 @@ class VirtualNode:
             Base(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=app, metrics=self.metrics,
                 parts=cast(EngineParts, parts), engine=self.loop_engine, dock=self.dock, rates=self.rates,
-                outflow=TransferStats(), streams=self.streams, tiers=OpenTiers(),
+                transfer_stats=TransferStats(), streams=self.streams, tiers=OpenTiers(),
                 require_ready=self.require_ready, roles=self.roles, call_soon=self.call_soon,
             )
         )  # fmt: skip

@@ -24,7 +24,8 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.rank_channel import RankChannel, RankChannels
-from kvferry.worker import device_rank_pool, rank, segments
+from kvferry.worker import block_parts, device_rank_pool, rank
+from kvferry.worker.block_parts import Segments
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.device_ranks import DeviceRanks
 from kvferry.worker.hosts import remote_parts
@@ -32,7 +33,6 @@ from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import PoolMemory, make_pool
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.rank_memory import make_memory
-from kvferry.worker.segments import Segments
 from kvferry.worker.shared_rows import SharedRows
 from tests.toy import make_job
 from tests.waiting import until, wait_for
@@ -140,7 +140,7 @@ def test_many_blocks_cross_together(
 ) -> None:
     """In any order, however many parts are copied at once: there and back, through the other blocks."""
     kv, memory = whole_pool(layout, 6), joined.memory
-    monkeypatch.setattr(segments, "STAGED", at_once * joined.pools[0][0].nbytes)
+    monkeypatch.setattr(block_parts, "STAGED", at_once * joined.pools[0][0].nbytes)
     plain, order = PoolMemory(kv), [4, 0, 5, 1, 3]
     rows = memory.room(10)
     for row, block_id in zip(rows, order, strict=False):

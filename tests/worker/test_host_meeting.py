@@ -20,9 +20,9 @@ from kvferry.protocol.errors import ConfigError, Incompatible
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.signals import StopSignal
-from kvferry.worker.hosts import follower, greeting, listener, sealed_socket
+from kvferry.worker.hosts import follower, join_message, listener, sealed_socket
 from kvferry.worker.hosts.follower import Follower
-from kvferry.worker.hosts.greeting import HOST, Greeting, require_hosts, terms
+from kvferry.worker.hosts.join_message import HOST, JoinMessage, require_hosts, terms
 from kvferry.worker.hosts.listener import HostListener
 from kvferry.worker.hosts.sealed_socket import SealedSocket, dial
 from kvferry.worker.ranks import CALLS, MOVES
@@ -53,10 +53,10 @@ def first(settings: WorkerSettings) -> Iterator[HostListener]:
 def joined(settings: WorkerSettings, number: int = 1, purpose: str = HOST, **given: Any) -> tuple[SealedSocket, str]:
     """The line of a host or a rank, and host 0's token."""
     revision = given.pop("revision", REVISION)
-    greets = Greeting(purpose, number, address=f"127.0.0.{number + 1}", **given).encode()
+    greets = JoinMessage(purpose, number, address=f"127.0.0.{number + 1}", **given).encode()
     agreed = terms(settings, ClusterSecrets(settings), revision)
     line, welcome = dial("127.0.0.1", settings.master_port, f"127.0.0.{number + 1}", agreed, greets)
-    return line, Greeting.decode(welcome).meeting
+    return line, JoinMessage.decode(welcome).meeting
 
 
 def line_of(first: HostListener, purpose: str, number: int) -> SealedSocket:
@@ -101,7 +101,7 @@ def test_hosts_and_their_ranks_are_let_in_and_hear_each_other(first: HostListene
         ({}, {"number": 3}, "there is no place for a host 3"),
         ({}, {"purpose": "pictures"}, "a connection of unknown purpose"),
         ({}, {"purpose": CALLS, "meeting": "0" * 32}, "this rank belongs to an earlier meeting"),
-        ({}, {"threads": "many"}, "a host's greeting has a wrong threads"),
+        ({}, {"threads": "many"}, "a host's join message has a wrong threads"),
     ],
 )
 def test_a_host_that_does_not_fit_is_told_why(
@@ -115,7 +115,7 @@ def test_a_host_that_does_not_fit_is_told_why(
 def test_nor_does_one_of_another_version(
     first: HostListener, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "VERSION", "0.1")
+    monkeypatch.setattr(join_message, "VERSION", "0.1")
     with pytest.raises(Incompatible, match=r"kvferry version differs: 0\.1 on one node"):
         joined(settings)
 
@@ -133,7 +133,7 @@ def test_a_place_is_taken_once(first: HostListener, settings: WorkerSettings) ->
 
 def test_whoever_says_nothing_or_nonsense_keeps_nobody_out(first: HostListener, settings: WorkerSettings) -> None:
     where = ("127.0.0.1", settings.master_port)
-    silent = [socket.create_connection(where) for _ in range(listener.MOST_GREETINGS // 2)]
+    silent = [socket.create_connection(where) for _ in range(listener.MAX_JOINING // 2)]
     for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, bytes(64)):
         with socket.create_connection(where) as other, suppress(OSError):
             other.sendall(nonsense)

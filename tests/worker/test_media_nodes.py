@@ -168,7 +168,7 @@ def chat(*urls: str) -> bytes:
 
 async def post(node: Worker, path: str, message: Any) -> httpx.Response:
     async with httpx.AsyncClient(trust_env=False) as http:
-        return await http.post(f"{node.node.face.url}/attempts/{path}", content=pack(message))
+        return await http.post(f"{node.node.address.url}/attempts/{path}", content=pack(message))
 
 
 async def test_nodes_make_prompts_of_chats_and_say_so_in_their_leases() -> None:

@@ -1,4 +1,4 @@
-"""Parts of blocks between rank 0's rows and the pool of a rank on another host, over that rank's own line."""
+"""Transfer of block parts between rank 0's host memory and the KV pool of a rank on another host, over its channel."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import torch
 
 from kvferry.protocol.errors import reason
 from kvferry.runtime.rank_channel import RankChannel, RankChannels
-from kvferry.worker.segments import Move, RankPart, Segments
+from kvferry.worker.block_parts import Move, RankPart, Segments
 
 
 class RemotePart:
     """Rank 0's view of the part of one rank on another host.
 
-    lines, other: its line is that of this number. Its methods raise OSError or EOFError if the rank is gone."""
+    lines, other: the channels to the ranks, and the number of this rank's channel. The methods raise OSError or
+    EOFError if the rank has ended."""
 
     def __init__(self, part: RankPart, lines: RankChannels, other: int) -> None:
         self._part, self._lines, self._other = part, lines, other
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
-        """Send the rank its parts of the rows, after the order to bring them into its pool."""
+        """Send the rank its parts of the rows, after the call to copy them into its pool."""
         views = [self._part.within(row) for row in rows]
         for run in self._part.runs(len(views)):
             self._lines.tell_one(self._other, torch.stack(views[run]).view(-1).numpy().data)
 
     def receive(self, rows: Sequence[torch.Tensor]) -> None:
-        """Receive the rank's parts into the rows, after it has answered the order to send them."""
+        """Receive the rank's parts into the rows, after it has answered the call to send them."""
         if not self._part.brings:
             return
         views = [self._part.within(row) for row in rows]
@@ -40,8 +41,8 @@ class RemotePart:
 def follow(line: RankChannel, own: Segments) -> None:
     """Execute the calls of rank 0's DeviceRankPool on another host, in a loop.
 
-    A call that fails is answered with the reason, and raised: the parts that follow a call are no calls. Raises OSError
-    or EOFError when rank 0 has ended."""
+    The error of a failed call is sent as its answer, and raised, since the parts that follow the call would be taken
+    for calls. Raises OSError or EOFError when rank 0 has ended."""
     while True:
         call: int | Move = pickle.loads(line.hear())  # noqa: S301 - from rank 0, under the key of this connection
         try:
