@@ -1,4 +1,4 @@
-"""Lifecycle of a node that transcribes speech: loading, joining, ready, draining."""
+"""Lifecycle of a node that transcribes speech: loads the model, joins the cluster, serves and drains."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class VirtualNode:
         }  # fmt: skip
         tables |= {
             "answers": service.prefill._answers, "offers": service.prefill._ships._offers,
-            "departures": service.decode._departures._open, "moves": engine.moving._open,
+            "departures": service.decode._migrations._open, "moves": engine.moving._open,
             "sent": list(service.endpoints.sender.transfers._all),
             "received": list(service.endpoints.arrivals.receiver.transfers._all),
         }  # fmt: skip
