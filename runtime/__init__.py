@@ -1,1 +1,1 @@
-"""Runtime of every process: HTTP server, addresses, status pipe, signals, logs and limits."""
+"""What any process of the cluster needs: HTTP server and client connections, TLS, secrets, signals, logs, limits."""

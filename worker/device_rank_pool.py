@@ -17,7 +17,7 @@ from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
 from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.protocol.errors import reason
 from kvferry.runtime.limits import available_memory
-from kvferry.runtime.rank_channel import RankChannel, RankChannels
+from kvferry.runtime.rank_channel import RankChannel, RankZeroChannels
 from kvferry.worker.block_parts import Move, Segments
 from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import GIB, MEMORY_MARGIN
@@ -44,7 +44,7 @@ class DeviceRankPool(BlockMemory):
         self,
         own: Segments,
         rows: SharedRows,
-        lines: RankChannels,
+        lines: RankZeroChannels,
         others: int,
         block_bytes: int,
         remote: Sequence[RemotePart] = (),
@@ -132,13 +132,13 @@ class DeviceRankPool(BlockMemory):
         if self.lost:
             raise DeviceLost(self.lost)
         try:
-            self._lines.tell(pickle.dumps(call))
+            self._lines.broadcast(pickle.dumps(call))
             rows = [self._rows[number] for number in call.rows] if isinstance(call, Move) else []
             if isinstance(call, Move) and not call.out:
                 for part in self._remote:
                     part.send(rows)
             found = _do(call, self._own, self._rows)
-            answers = [self._lines.hear(other).decode() for other in range(self._others)]
+            answers = [self._lines.receive(other).decode() for other in range(self._others)]
             if isinstance(call, Move) and call.out and not any(answers):
                 for part in self._remote:
                     part.receive(rows)
@@ -156,13 +156,13 @@ def follow(line: RankChannel, own: Segments, rows: SharedRows) -> None:
 
     Raises OSError or EOFError when rank 0 has ended."""
     while True:
-        call: int | Move = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own socket
+        call: int | Move = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own socket
         try:
             _do(call, own, rows)
             wrong = ""
         except Exception as error:
             wrong = reason(error)
-        line.say(wrong.encode())
+        line.send(wrong.encode())
 
 
 def _do(call: int | Move, own: Segments, rows: SharedRows) -> Sequence[int]:

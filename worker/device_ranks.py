@@ -30,7 +30,7 @@ class DeviceRanks(Ranks):
 
     def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
         super().__init__(settings, device)
-        self._moves.given()
+        self._moves.close_inherited()
 
     def lead(self, model: Model) -> ShardedModel:
         """Wait for all ranks to load their shards, then connect the device group. Raises ConfigError."""
@@ -76,4 +76,4 @@ class DeviceRanks(Ranks):
         return FileMeeting(os.memfd_create("meeting", os.MFD_CLOEXEC))
 
     def _given(self, rank: int) -> tuple[int, ...]:
-        return (*super()._given(rank), self._moves.give(rank - 1), *self._meeting.inherited)
+        return (*super()._given(rank), self._moves.descriptor(rank - 1), *self._meeting.inherited)

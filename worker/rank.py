@@ -53,7 +53,7 @@ def compute(
 
     moves: channel for block parts, if each rank has its own pool. meeting_fd: rendezvous file, in that case and on the
     host of rank 0 only. Raises OSError or EOFError when rank 0 has ended."""
-    settings: WorkerSettings = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own line
+    settings: WorkerSettings = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own line
     set_up_log(settings.log_level, settings.log_format)
     ranks = settings.tensor_parallel_size
     device = device_of(rank % settings.ranks_per_host, torch.device(settings.device))
@@ -63,17 +63,17 @@ def compute(
     group = (
         DeviceGroup(rank, ranks, device, _meeting(settings, meeting_fd))
         if moves is not None
-        else SharedGroup(rank, memory.places, line.meet)
+        else SharedGroup(rank, memory.places, line.barrier)
     )
     try:
         decoder = _decoder(settings, device, RankAssignment(group, settings.enable_expert_parallel))
     except ConfigError as error:
-        line.say(pickle.dumps((error.message, 0)))
+        line.send(pickle.dumps((error.message, 0)))
         return
     threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
-    line.say(pickle.dumps(("", available_bytes(device))))
+    line.send(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
-        group.connect(bytes(line.hear()))  # once all ranks have loaded
+        group.connect(bytes(line.receive()))  # once all ranks have loaded
     layout, blocks = _pool_of(line)
     if moves is None:
         kv = make_pool(layout, blocks, device, partial(shared_pool, pool_fd))
@@ -81,7 +81,7 @@ def compute(
         kv = make_pool(layout.of_rank(ranks), blocks, device)
         rows = None if settings.node_rank else SharedRows(pool_fd, layout.block_bytes)
         threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks), rows), daemon=True).start()
-    follow(RankWorker(decoder, group), kv, line.hear)
+    follow(RankWorker(decoder, group), kv, line.receive)
 
 
 def _meeting(settings: WorkerSettings, meeting_fd: int) -> Meeting:
@@ -115,7 +115,7 @@ def _move(line: RankChannel, own: Segments, rows: SharedRows | None) -> None:
 
 
 def _pool_of(line: RankChannel) -> tuple[KVLayout, int]:
-    layout, blocks = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own socket
+    layout, blocks = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own socket
     return layout, blocks
 
 

@@ -24,7 +24,7 @@ from kvferry.engine.ranks.shared_group import SharedGroup
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.rank_channel import RankChannels
+from kvferry.runtime.rank_channel import RankZeroChannels
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory, make_memory, shared_pool
@@ -51,9 +51,9 @@ class Ranks:
         self._available: list[int] = []
         self._processes = [self._started(rank, memory_fd) for rank in range(1, settings.ranks_per_host)]
         os.close(memory_fd)
-        self._lines.given()
+        self._lines.close_inherited()
         for rank in range(1, ranks):
-            self._lines.tell_one(rank - 1, pickle.dumps(self._settings_of(rank)))
+            self._lines.send(rank - 1, pickle.dumps(self._settings_of(rank)))
 
     def lead(self, model: Model) -> ShardedModel:
         """Return the model that the engine computes with, once all ranks have loaded their shards.
@@ -62,13 +62,13 @@ class Ranks:
         assert isinstance(model, Decoder)
         for rank in range(1, self._settings.tensor_parallel_size):
             try:
-                wrong, available = pickle.loads(self._lines.hear(rank - 1))  # noqa: S301
+                wrong, available = pickle.loads(self._lines.receive(rank - 1))  # noqa: S301
             except (OSError, EOFError):
                 wrong, available = f"rank {rank} exited while it loaded its part of the model", 0
             if wrong:
                 raise ConfigError(wrong, param=FLAG)
             self._available.append(available)
-        return ShardedModel(model, self.part.group, self._lines.tell)
+        return ShardedModel(model, self.part.group, self._lines.broadcast)
 
     def available(self, layout: KVLayout, beside: int) -> float:
         """Return the bytes available to whole blocks on this device, after all ranks have loaded.
@@ -87,7 +87,7 @@ class Ranks:
 
     def _told(self, message: bytes) -> None:
         try:
-            self._lines.tell(message)
+            self._lines.broadcast(message)
         except OSError as error:
             raise ConfigError(f"the other ranks ended: {error}", param=FLAG) from error
 
@@ -116,20 +116,20 @@ class Ranks:
             process.kill()
             process.wait()
 
-    def _channels(self, purpose: str) -> RankChannels:
+    def _channels(self, purpose: str) -> RankZeroChannels:
         """Return channels to all other ranks."""
-        return RankChannels(self._settings.tensor_parallel_size - 1)
+        return RankZeroChannels(self._settings.tensor_parallel_size - 1)
 
     def _settings_of(self, rank: int) -> WorkerSettings:
         """Return the settings of another rank."""
         return replace(self._settings, device=str(self.device))
 
     def _group(self, memory: RankMemory) -> Group:
-        return SharedGroup(0, memory.places, self._lines.meet)
+        return SharedGroup(0, memory.places, self._lines.barrier)
 
     def _given(self, rank: int) -> tuple[int, ...]:
         """Return the descriptors that a rank inherits: its channel, the blocks' memory and related ones."""
-        return self._lines.give(rank - 1), self._pool_fd
+        return self._lines.descriptor(rank - 1), self._pool_fd
 
     def _started(self, rank: int, memory_fd: int) -> subprocess.Popen[bytes]:
         """Start a rank's process, in a process group of its own.

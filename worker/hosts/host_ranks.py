@@ -9,7 +9,7 @@ import torch
 from kvferry.engine.ranks.meeting import Meeting, TcpMeeting
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.rank_channel import RankChannels
+from kvferry.runtime.rank_channel import RankZeroChannels
 from kvferry.worker.device_ranks import DeviceRanks
 from kvferry.worker.hosts.listener import HostListener
 
@@ -54,8 +54,8 @@ class HostRanks(DeviceRanks):
         self._hosts.close()
         super().close()
 
-    def _channels(self, purpose: str) -> RankChannels:
-        return RankChannels(self._settings.ranks_per_host - 1, self._hosts.ranks(purpose))
+    def _channels(self, purpose: str) -> RankZeroChannels:
+        return RankZeroChannels(self._settings.ranks_per_host - 1, self._hosts.ranks(purpose))
 
     def _settings_of(self, rank: int) -> WorkerSettings:
         """Return the settings of another host's rank, with that host's address, device, model and threads."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.protocol.errors import reason
-from kvferry.runtime.rank_channel import RankChannel, RankChannels
+from kvferry.runtime.rank_channel import RankChannel, RankZeroChannels
 from kvferry.worker.block_parts import Move, RankPart, Segments
 
 
@@ -18,14 +18,14 @@ class RemotePart:
     lines, other: the channels to the ranks, and the number of this rank's channel. The methods raise OSError or
     EOFError if the rank has ended."""
 
-    def __init__(self, part: RankPart, lines: RankChannels, other: int) -> None:
+    def __init__(self, part: RankPart, lines: RankZeroChannels, other: int) -> None:
         self._part, self._lines, self._other = part, lines, other
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
         """Send the rank its parts of the rows, after the call to copy them into its pool."""
         views = [self._part.within(row) for row in rows]
         for run in self._part.runs(len(views)):
-            self._lines.tell_one(self._other, torch.stack(views[run]).view(-1).numpy().data)
+            self._lines.send(self._other, torch.stack(views[run]).view(-1).numpy().data)
 
     def receive(self, rows: Sequence[torch.Tensor]) -> None:
         """Receive the rank's parts into the rows, after it has answered the call to send them."""
@@ -33,7 +33,7 @@ class RemotePart:
             return
         views = [self._part.within(row) for row in rows]
         for run in self._part.runs(len(views)):
-            found = parts(self._lines.hear(self._other), self._part)
+            found = parts(self._lines.receive(self._other), self._part)
             for view, part in zip(views[run], found, strict=True):
                 view.copy_(part)
 
@@ -44,19 +44,19 @@ def follow(line: RankChannel, own: Segments) -> None:
     The error of a failed call is sent as its answer, and raised, since the parts that follow the call would be taken
     for calls. Raises OSError or EOFError when rank 0 has ended."""
     while True:
-        call: int | Move = pickle.loads(line.hear())  # noqa: S301 - from rank 0, under the key of this connection
+        call: int | Move = pickle.loads(line.receive())  # noqa: S301 - from rank 0, under the key of this connection
         try:
             if isinstance(call, Move):
                 own.check(call)
                 if not call.out:
                     _bring(line, own, call.blocks)
         except Exception as error:
-            line.say(reason(error).encode())
+            line.send(reason(error).encode())
             raise
-        line.say(b"")
+        line.send(b"")
         if isinstance(call, Move) and call.out and own.part.brings:
             for run in own.part.runs(len(call.blocks)):
-                line.say(own.take(call.blocks[run]).view(-1).numpy().data)
+                line.send(own.take(call.blocks[run]).view(-1).numpy().data)
 
 
 def parts(message: bytes | bytearray, part: RankPart) -> torch.Tensor:
@@ -67,4 +67,4 @@ def parts(message: bytes | bytearray, part: RankPart) -> torch.Tensor:
 
 def _bring(line: RankChannel, own: Segments, blocks: Sequence[int]) -> None:
     for run in own.part.runs(len(blocks)):
-        own.bring(parts(line.hear(), own.part), blocks[run])
+        own.bring(parts(line.receive(), own.part), blocks[run])

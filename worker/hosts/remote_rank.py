@@ -45,7 +45,7 @@ def follow(rank: int, memory_fd: int, orders: Orders) -> None:
 def main() -> None:
     """Run a rank on a host other than host 0."""
     rank, memory_fd, descriptor = map(int, sys.argv[1:])
-    orders: Orders = pickle.loads(RankChannel(descriptor).hear())  # noqa: S301 - from its host, over its own pipe
+    orders: Orders = pickle.loads(RankChannel(descriptor).receive())  # noqa: S301 - from its host, over its own pipe
     run(rank, lambda: follow(rank, memory_fd, orders))
 
 
