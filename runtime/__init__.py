@@ -1,1 +1,1 @@
-"""What any process of the cluster needs: HTTP server and client connections, TLS, secrets, signals, logs, limits."""
+"""Parts that any process of the cluster needs: HTTP servers and clients, TLS, secrets, signals, logs and limits."""

@@ -142,7 +142,7 @@ class Worker:
         mounted = service.endpoints
         tables += [mounted.tiers._waiting, mounted.tiers._coming]
         tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._coming]
-        tables += [mounted.fetches._asker.transfers, mounted.supplies._giving]
+        tables += [mounted.fetches._asker.transfers, mounted.supplies._supplies]
         if not self.link_lost:
             tables += [mounted.arrivals._open, mounted.sender.transfers, mounted.arrivals.receiver.transfers]
         if mounted.embeddings is not None:

@@ -228,7 +228,7 @@ class VirtualNode:
             engine.transfer_holds.grants, "attempts": engine.request_table._attempts, "commands":
             self.loop_engine._inbox, "fetches": service.endpoints.fetches._waiting, "asked":
             service.endpoints.fetches._asker.transfers._all, "coming": service.endpoints.fetches._coming, "given":
-            service.endpoints.supplies._giving, "arrivals": service.endpoints.fetches._arrivals._open,
+            service.endpoints.supplies._supplies, "arrivals": service.endpoints.fetches._arrivals._open,
             "copies sent": engine.copies._transfer_holds, "copies landing": engine.copies._landing,
             "held blocks": engine.pool.num_blocks - engine.pool.available,
         }  # fmt: skip
