@@ -196,7 +196,7 @@ def test_a_host_that_is_lost_leaves_nobody_waiting(
     how: Callable[[SealedSocket], None],
     why: str,
 ) -> None:
-    if "heard" in why:
+    if "heartbeat" in why:
         monkeypatch.setattr(listener, "LOST_S", 0.5)
     line, token = joined(settings)
     other, _ = joined(settings, 2)
