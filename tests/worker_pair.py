@@ -151,7 +151,7 @@ class Worker:
         halves = [half for half in halves if not isinstance(half, EncodeService)]
         for half in halves:
             prefills = isinstance(half, PrefillService)
-            tables += [half._answers, half._ships._offers] if prefills else [half._buddies._making]
+            tables += [half._answers, half._ships._offers] if prefills else [half._replication._making]
         return self.loaded.engine.busy or service.busy() or any(tables)
 
 
