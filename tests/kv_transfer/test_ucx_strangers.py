@@ -231,7 +231,7 @@ def test_strangers_without_the_secret_are_told_so_and_logged_seldom(caplog):
         assert answer[0] == REFUSED
         assert b"do not share a cluster secret" in answer[1]
     time.sleep(0.1)
-    assert caplog.text.count("is rejected: ") == 1
+    assert caplog.text.count("rejecting the connection of ") == 1
     link.stop()
 
 
