@@ -1,3 +1,3 @@
-"""State of the cluster in Redis: node registry, block index and stored responses.
+"""State shared by the cluster's processes in Redis: nodes, block index, journals, router leases, files and responses.
 
 The package does not depend on models or links."""

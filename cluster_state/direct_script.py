@@ -1,4 +1,4 @@
-"""Scripts that requests wait for, called on a connection of their own."""
+"""Lua scripts on the path of requests, called over a dedicated Redis connection at a lower cost than the client's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvferry.cluster_state.script_connection import ScriptConnection, packed
 class DirectScript(Script):
     """A script whose usual call costs less than the client's.
 
-    The client takes a connection from its pool for each command, checks it, and times each step; here one connection
-    stays and takes all calls. The caller bounds the call. After a broken connection or an error of the server, such as
-    an unknown script, the client makes the call: it knows all troubles."""
+    The client takes a connection from its pool for each command, checks it, and times each step; here one dedicated
+    connection carries all calls. The caller sets the time limit. After a broken connection or an error of the server,
+    such as an unknown script, the client makes the call, since it handles all errors."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
         super().__init__(client, text, timeout_s)
@@ -28,9 +28,9 @@ class DirectScript(Script):
         self._closed: list[ScriptConnection] = []
 
     def call(self, keys: Sequence[str], args: Sequence[bytes]) -> asyncio.Future[Any] | None:
-        """Send a call on the standing connection; return its answer to come, or None if `run` has to make it.
+        """Send a call on the dedicated connection; return the future answer, or None if `run` has to make the call.
 
-        The answer may be ResponseError or RedisConnectionError; then `run` may make it, too."""
+        The future may raise ResponseError or RedisConnectionError; the call may then be made by `run`."""
         connection = self._connection
         if connection is None:
             return None
@@ -54,7 +54,7 @@ class DirectScript(Script):
         return await super()._call(keys, args)
 
     async def _open(self) -> None:
-        """Take a connection over from the client's pool, and return the closed ones."""
+        """Take a connection from the client's pool, and return closed ones to it."""
         while self._closed:
             closed = self._closed.pop().client_connection
             await closed.disconnect(nowait=True)

@@ -1,4 +1,4 @@
-"""Lua scripts for clients' files and batches inside Redis or Valkey, see `redis_files` and `redis_batches`.
+"""Lua scripts for clients' files and batches in Redis, run by `redis_files`, `redis_batches` and `redis_batch_rows`.
 
 No script writes more than one piece of a content, so that none holds the server."""
 

@@ -1,4 +1,4 @@
-"""Block index interface: maps each block to the nodes that hold it, as rows {node id: epoch}.
+"""Interface of the block index, which maps each KV block to the nodes that hold it, as rows {node id: epoch}.
 
 The key of a block's row derives from its chain (`protocol.index_rows`). The index is a hint: a row may be missing, or
 briefly remain after its block is gone, so the node itself checks. Rows of an epoch other than the node's live one count

@@ -1,4 +1,4 @@
-"""Writer that keeps one node's rows in the block index equal to the blocks that the node holds."""
+"""Writer that keeps a node's rows in the block index equal to the blocks that it holds, in batches and refreshes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.index")
 
 PACE_S = 5.0
-"""Seconds over which writing all rows again is spread."""
+"""Time over which a rewrite of all rows is spread, in seconds."""
 TURN = 32
-"""Most batches written before refresh and loss detection get a turn."""
+"""Maximum number of batches written before refresh and loss detection run."""
 FULL_S = 2.0
 """Seconds between attempts to add rows to a full store."""
 
@@ -35,12 +35,12 @@ class IndexWriter:
     flush_s      seconds for which changes are collected before they are written
     refresh_s    seconds between slow rewrites of all rows, which also compare them with the snapshot
     sample_s     seconds between samples of rows; if one is lost, all rows are slowly written again
-    max_noted    most changes held between two runs of the loop; beyond it they are dropped and the snapshot is used
+    max_noted    maximum number of changes held for the next run; beyond it they are dropped and the snapshot is used
 
     Removals are written before additions, and parents before children, so the index errs towards fewer blocks. After a
-    failure everything is written again. A full store is no failure: removals go on and additions wait. Memory use: the
-    node's rows, rows removed during an outage, and a batch. `note` may be called from any thread; everything else
-    belongs to one asyncio loop. No method raises."""
+    failure everything is written again. A full store is not a failure: removals continue and additions wait. Memory
+    use: the node's rows, rows removed during an outage, and a batch. `note` may be called from any thread; everything
+    else belongs to one asyncio loop. No method raises."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class IndexWriter:
             self._failures = min(self._failures + 1, 10)
             if self._failures == 1:
                 known = isinstance(error, KvferryError)
-                log.warning("block index not written: %s", error, exc_info=None if known else error)
+                log.warning("cannot write to the block index: %s", error, exc_info=None if known else error)
             return False
         return not self._rows.new
 
@@ -150,8 +150,8 @@ class IndexWriter:
     async def _write(self) -> None:
         """Write one batch.
 
-        While the index is unavailable, removals fill the batch, so that few additions are tried: each tried one must be
-        remembered."""
+        While the index is unavailable, removals fill the batch, so that few additions are tried, since each one tried
+        must be remembered."""
         gone = list(islice(self._rows.gone, self._batch))
         new = list(islice(self._rows.new, self._batch - len(gone))) if self._room() else []
         for row in new:
@@ -168,7 +168,7 @@ class IndexWriter:
         """Record that the index answered; return whether it had failed before, so that everything is written again."""
         if self._failures == 0:
             return False
-        log.info("block index answers again")
+        log.info("the block index is available again")
         self._failures, self._rewrite = 0, True
         return True
 
@@ -194,7 +194,7 @@ class IndexWriter:
     async def _take_notes(self) -> None:
         """Apply the recorded changes, and compare with the snapshot if needed.
 
-        Changes noted from now on are applied after the snapshot, which may already contain them."""
+        Changes noted during the call are applied after the snapshot, which may already contain them."""
         with self._lock:
             notes, self._notes, self._noted = self._notes, [], 0
             compare, self._compare = self._compare or self._rewrite, False

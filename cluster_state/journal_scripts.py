@@ -1,4 +1,4 @@
-"""Lua scripts for journals that run inside Redis or Valkey; `redis_journals` describes the keys."""
+"""Lua scripts for journals of requests in Redis, run by `redis_journals`, which describes the keys."""
 
 from kvferry.cluster_state.redis_router_leases import ALIVE
 

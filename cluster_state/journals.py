@@ -1,4 +1,4 @@
-"""Journals of requests: what a client asked and the tokens delivered so far, for another router to go on with.
+"""Interface of journals of requests: the request and its delivered tokens, for another router to continue it.
 
 Implementations: `redis_journals.RedisJournals` and `memory_journals.MemoryJournals`. Calls raise only
 RegistryUnavailable, and every call may be repeated."""
@@ -10,14 +10,14 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 MAX_JOURNALS = 10_000
-"""Most journals of one tenant, whatever their size."""
+"""Maximum number of journals of one tenant, whatever their size."""
 
 
 class Kept(IntEnum):
     """Outcome of an append.
 
-    YES: it is stored. LOST: another router owns the journal. GONE: it expired, was evicted or deleted. FULL: it alone
-    exceeds the tenant's share, and was deleted."""
+    YES: the entry is stored. LOST: another router owns the journal. GONE: the journal expired, was evicted or deleted.
+    FULL: the journal alone exceeds the tenant's share, and was deleted."""
 
     LOST = 0
     YES = 1
@@ -26,11 +26,11 @@ class Kept(IntEnum):
 
 
 HEAD = -1
-"""Number of an append that opens a journal without a key: its entry is the head. LOST: the name is in use."""
+"""Number of an append that opens a journal without a key; its entry is the head. LOST then means a name in use."""
 
 
 class Append(NamedTuple):
-    """An entry for a journal; `number` counts entries from 0, or is HEAD. An empty one prolongs the journal's life."""
+    """An entry for a journal; `number` counts entries from 0, or is HEAD. An empty entry only renews the TTL."""
 
     tenant: str
     name: str
@@ -43,9 +43,9 @@ class Append(NamedTuple):
 class Journal:
     """A journal as read: its head, its entries from the requested one on, and its owner.
 
-    owner      id of the router that writes it; empty if it was given up
-    is_owned   the owner's lease is not over
-    age_s      seconds since it was opened
+    owner      id of the router that writes the journal; empty if it was given up
+    is_owned   whether the owner's lease is live
+    age_s      seconds since the journal was opened
     """
 
     head: bytes
@@ -56,24 +56,24 @@ class Journal:
 
 
 class Journals(Protocol):
-    """Journals by tenant and name, each with one owner; bounded in bytes per tenant. Those that end first go first."""
+    """Journals by tenant and name, each with one owner; bounded per tenant, those that expire first evicted first."""
 
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
-        """Open a journal and return "", or the name of the one with this key, or with this name, that exists.
+        """Open a journal and return "", or the name of the existing journal with this key or this name.
 
         key: the client's idempotency key; empty: none."""
 
     async def append(self, owner: str, appends: list[Append]) -> list[Kept]:
-        """Append to own journals in one call; return the outcome of each."""
+        """Append to journals that `owner` owns, in one call; return the outcome of each."""
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
         """Return a journal with its entries from number `since` on; None if there is none."""
 
     async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
-        """Own a journal that is not owned, or any one by force; return whether it is own now."""
+        """Become the owner of a journal without a live owner, or of any journal by force; return whether it worked."""
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
-        """Give up an own journal, which lives for `ttl_s` from now; return False if it was not own."""
+        """Give up the ownership of a journal, which expires in `ttl_s`; return False if `owner` did not own it."""
 
     async def drop(self, tenant: str, name: str, owner: str) -> bool:
-        """Delete an own journal; return False if it was not own."""
+        """Delete a journal; return False if `owner` did not own it."""

@@ -1,7 +1,7 @@
-"""Leases as they stand in the registry: with their wire version, and sealed with the cluster secret if there is one.
+"""Serialisation of nodes' leases for the registry: with wire version, and sealed with the cluster secret if any.
 
-A seal covers the lease, its cluster and its time, which grows with each renewal. A recorded lease that is written again
-later is therefore known as such to everyone who saw a later one."""
+A seal covers the lease, its cluster and its time, which grows with each renewal. So a process that saw a later lease
+detects a recorded one that is written again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvferry.protocol.wire import WireError, pack, unpack
 UNSEALED = 4
 """Last wire version whose leases did not state it."""
 STALE = 2
-"""Lease durations after which a lease that was not renewed is no longer believed, even if the registry still has it."""
+"""Number of lease durations after which a lease without renewal is not trusted, even if the registry still has it."""
 FORGOTTEN = 12
-"""Lease durations after which a node that was not seen again is forgotten."""
+"""Number of lease durations after which a node that was not seen again is forgotten."""
 _UNVERIFIED = "has a lease that is not authenticated with this cluster's secret"
 _REPEATED = "has an old lease that was written again"
 
@@ -35,7 +35,7 @@ class _Renewal(NamedTuple):
 class LeaseSeal:
     """Writes and reads the leases of one cluster.
 
-    seal: without a key, leases are believed as they are. lease_s: seconds after which a lease expires. clock: monotonic
+    seal: without a key, leases are trusted as they are. lease_s: seconds after which a lease expires. clock: monotonic
     seconds."""
 
     def __init__(self, cluster: str, seal: Seal, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,10 +81,10 @@ class LeaseSeal:
         )
 
     def _renewed(self, lease: NodeLease, issued: int) -> bool:
-        """Return whether the lease is the latest of its node, and was renewed lately.
+        """Return whether the lease is the latest of its node, and was renewed recently.
 
-        A process may have a lower epoch than the one before: its clock was set back while the registry had lost the
-        epochs. It is believed once the other has not renewed its lease for as long as a lease lasts."""
+        A process may have a lower epoch than the one before it, if the clock was set back while the registry had lost
+        the epochs. It is trusted once the earlier process has not renewed its lease for a lease duration."""
         now, this = self._clock(), (lease.epoch, issued)
         latest = self._latest.get(lease.node_id)
         if latest is None or this > latest[:2] or (this < latest[:2] and now - latest.seen_s > self._lease_s):
@@ -94,7 +94,7 @@ class LeaseSeal:
         return this == latest[:2] and now - latest.seen_s <= STALE * self._lease_s
 
     def _forget(self, now: float) -> None:
-        """Forget nodes that have gone, so that those of a cluster that scales do not add up."""
+        """Forget nodes that have left, so that they do not accumulate in a cluster that scales."""
         gone = [name for name, latest in self._latest.items() if now - latest.seen_s > FORGOTTEN * self._lease_s]
         for node_id in gone:
             del self._latest[node_id]

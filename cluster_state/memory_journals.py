@@ -1,4 +1,4 @@
-"""Journals of requests in process memory: of requests that must not be stored, without Redis, and in tests."""
+"""Journals of requests in process memory: for requests that must not be stored, routers without Redis, and tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.protocol.errors import RegistryUnavailable
 
 SWEEP_S = 1.0
-"""Least time between two sweeps of a tenant's expired journals, in seconds."""
+"""Minimum time between two sweeps of a tenant's expired journals, in seconds."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class _Record:
 class MemoryJournals:
     """Journals of one process. Implements cluster_state.journals.Journals.
 
-    leases: of their owners. If `available` is False, every call raises RegistryUnavailable. clock: monotonic seconds.
-    """
+    leases: leases of the owners. If `available` is False, every call raises RegistryUnavailable. clock: monotonic
+    seconds."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class MemoryJournals:
         return record
 
     def _sweep(self, tenant: str) -> None:
-        """Forget what has expired, at most once a second: there may be thousands."""
+        """Delete expired journals, at most once per SWEEP_S, since a tenant may have thousands."""
         records, now = self._records.setdefault(tenant, {}), self._clock()
         if now >= self._swept.get(tenant, 0.0) + SWEEP_S:
             self._swept[tenant] = now
@@ -138,7 +138,7 @@ class MemoryJournals:
             del self._keys[tenant, record.key]
 
     def _fits(self, tenant: str, name: str) -> bool:
-        """Evict journals until the rest fits, those that end first before others.
+        """Evict journals until the rest fits, the next to expire first.
 
         Delete this one and return False if it alone is too large."""
         records = self._records[tenant]

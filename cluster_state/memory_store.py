@@ -1,6 +1,6 @@
-"""In-memory node registry and block index, for tests and simulations.
+"""In-memory node registry and block index with the contract of `redis_store`, for tests and simulations.
 
-It has the same contract as `redis_store`."""
+Leases and rows expire by a given clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
-from kvferry.cluster_state.prefixes import longest
+from kvferry.cluster_state.prefix_search import longest
 from kvferry.cluster_state.registry import LEASE_S, Announced
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.index_rows import alone, key_and_tag, rows_of

@@ -1,4 +1,4 @@
-"""Lookups of Redis' host name that may take longer than a connection may take to be made."""
+"""DNS lookups of Redis' host name, shared by the client's connections, and connections that use them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import redis.asyncio as redis
 
 KEPT_S = 30.0
-"""Seconds for which the result of a lookup is used that took longer than all who waited for it could wait."""
+"""Seconds for which the result of a lookup is kept that ended after a caller's timeout."""
 
 
 class NameLookups:
     """Lookups of host names, one of each name at a time; belongs to one asyncio loop.
 
-    A lookup continues when those that wait for it give up, and its result then serves the next ones. The result of a
-    lookup in time is not kept, so that a changed name takes effect at once."""
+    A lookup may take longer than a connection attempt. It continues when its callers give up, and later callers use its
+    result. The result of a lookup in time is not kept, so that a changed name takes effect at once."""
 
     def __init__(self) -> None:
         self._lookups: dict[tuple[str, int], asyncio.Task[list[str]]] = {}
@@ -54,7 +54,7 @@ async def _looked_up(host: str, port: int) -> list[str]:
 
 
 class NamedConnection(redis.Connection):
-    """Connection that shares lookups of its host's name with others; `lookups`: those of its client."""
+    """Connection that shares lookups of its host's name with the other connections of its client (`lookups`)."""
 
     def __init__(self, *, lookups: NameLookups, **options: Any) -> None:
         self._lookups, self._address = lookups, ""

@@ -1,4 +1,4 @@
-"""State of a node's own rows in the block index: written, to write and to remove."""
+"""State of a node's own rows in the block index, used by IndexWriter: rows held, to write and to remove."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 SLICE = 4096
-"""Rows handled before other tasks of the loop get a turn; a thousand rows take a fraction of a millisecond."""
+"""Number of rows handled before other tasks of the loop run; a thousand rows take a fraction of a millisecond."""
 
 
 class OwnRows:

@@ -1,4 +1,4 @@
-"""Batching of concurrent index queries into one round trip."""
+"""Batching of concurrent lookups in the block index into one round trip to Redis."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from kvferry.cluster_state.redis_client import sensible
 from kvferry.protocol.errors import KvferryError, RegistryUnavailable
 
-MOST_BYTES = 2**18
-"""Most bytes of the queries in one call; a longer query is sent alone."""
+MAX_BYTES = 2**18
+"""Maximum size of the queries in one call, in bytes; a longer query is sent alone."""
 
 Question = tuple[bytes, ...]
 Waiting = tuple[Question, asyncio.Future[Any]]
 
 
 class QueryBatcher:
-    """Batches queries. `call` takes several queries and returns as many answers, in their order.
+    """Batcher of queries. `call` takes several queries and returns as many answers, in their order.
 
     quick: sends queries without a task and returns a future of their answers, or None if it cannot. In that case, after
     an error of the future, and without `quick`, the batch goes through `call`.
@@ -38,7 +38,7 @@ class QueryBatcher:
         self._calls: set[asyncio.Future[Any]] = set()
 
     async def ask(self, question: Question) -> Any:
-        """Return the answer to a query. Raises RegistryUnavailable, also if no answer comes in time."""
+        """Return the answer to a query. Raises RegistryUnavailable, also if no answer arrives in time."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((question, answer))
@@ -53,7 +53,7 @@ class QueryBatcher:
         asked, self._waiting = [each for each in self._waiting if not each[1].done()], []
         while asked:
             size, together = 0, list[Waiting]()
-            while asked and (not together or size + _size(asked[0]) <= MOST_BYTES):
+            while asked and (not together or size + _size(asked[0]) <= MAX_BYTES):
                 size += _size(asked[0])
                 together.append(asked.pop(0))
             quick = self._quick([question for question, _ in together]) if self._quick else None
@@ -64,7 +64,7 @@ class QueryBatcher:
                 self._follow(together, quick)
 
     def _follow(self, asked: Sequence[Waiting], call: asyncio.Future[Any]) -> None:
-        """Give the call up after the limit."""
+        """Cancel the call after the time limit."""
         self._calls.add(call)
         limit = asyncio.get_running_loop().call_later(self._limit_s, self._late, asked, call)
         call.add_done_callback(partial(self._over, limit))
@@ -85,7 +85,7 @@ class QueryBatcher:
         try:
             self._pass(asked, await self._call([question for question, _ in asked]))
         except KvferryError as error:
-            self._tell(asked, [error] * len(asked))
+            self._deliver(asked, [error] * len(asked))
 
     def _pass(self, asked: Sequence[Waiting], told: Any) -> None:
         try:
@@ -93,15 +93,15 @@ class QueryBatcher:
                 found = [answer for _, answer in zip(asked, told, strict=True)]
         except RegistryUnavailable as error:
             found = [error] * len(asked)
-        self._tell(asked, found)
+        self._deliver(asked, found)
 
-    def _tell(self, asked: Sequence[Waiting], found: Sequence[Any]) -> None:
+    def _deliver(self, asked: Sequence[Waiting], found: Sequence[Any]) -> None:
         for (_, answer), each in zip(asked, found, strict=True):
             if not answer.done():
                 answer.set_result(each)
 
     def _late(self, asked: Sequence[Waiting], call: asyncio.Future[Any]) -> None:
-        """Give up a call, also if the client loses its cancellation, as `wait_for` of Python 3.11 may."""
+        """Fail the callers of a late call, since the client may lose its cancellation (`wait_for` of Python 3.11)."""
         for _, answer in asked:
             if not answer.done():
                 answer.set_result(RegistryUnavailable(f"no answer from Redis within {self._limit_s} s"))

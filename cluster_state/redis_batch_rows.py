@@ -1,8 +1,8 @@
-"""Answers of batches' rows in Redis or Valkey.
+"""Answers to the rows of batches in Redis or Valkey, in pieces, sharded by ROWS rows.
 
 kvferry:<cluster>:f:<tenant>:<id>.<k>   hash  the answers of ROWS rows: row → mark, row.n → a piece of its answer
 
-The mark says that a row is answered. It is written with the last piece, once, by the batch's holder alone."""
+The mark says that a row is answered. It is written once, with the last piece, by the batch's holder only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvferry.cluster_state.redis_files import CHUNK, FilesClient
 from kvferry.protocol.errors import NotFound
 
 ROWS = 256
-"""Rows whose answers share a key."""
+"""Number of rows whose answers share a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What is kept of a row: whether it succeeded, the pieces of its answer, their bytes."""
+    """Stored answer to a row: whether it succeeded, the number of its pieces, their size in bytes."""
 
     ok: bool
     pieces: int
@@ -28,9 +28,10 @@ class Answered:
 
 
 class RedisBatchRows:
-    """Answers of rows, by the tenant's place and the batch's id. Calls raise RegistryUnavailable and may be repeated.
+    """Answers to rows, by tenant (`where`: see `place_of`) and batch. Calls raise RegistryUnavailable; may be repeated.
 
-    ttl_s: seconds for which answers are kept after the last one. limit: bytes of a tenant's files and answers."""
+    ttl_s: seconds for which answers are kept after the last one. limit: maximum bytes of a tenant's files and answers.
+    """
 
     def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int) -> None:
         self._redis, self._seal = connection, connection.seal
@@ -40,8 +41,8 @@ class RedisBatchRows:
     async def write(self, where: str, batch_id: str, fence: int, row: int, line: bytes, *, ok: bool) -> str:
         """Write a row's answer, in several calls if it is long.
 
-        Returns written, there (it was already), full (the tenant's bytes are used up), or lost (another holds the
-        batch now)."""
+        Returns written, there (already written), full (the tenant's bytes are used up), or lost (another process holds
+        the batch now)."""
         shard, pieces = self._shard(where, batch_id, row // ROWS), max(1, -(-len(line) // CHUNK))
         own, counted, result = self._redis.own(where), rows_id(batch_id, ok=ok), "written"
         keys = [f"{own}:{batch_id}", shard, own + "#sizes", own + "#rows"]
@@ -72,7 +73,7 @@ class RedisBatchRows:
         return found
 
     async def pieces(self, where: str, batch_id: str, shard: int, fields: Iterable[tuple[int, int]]) -> bytes:
-        """Return pieces of answers of one shard, joined; fields: row and number of each. Raises NotFound for a loss."""
+        """Return pieces of a shard's answers, joined; fields: row and number of each. Raises NotFound for a loss."""
         key, redis = self._shard(where, batch_id, shard), self._redis
         names = [f"{row}.{number}" for row, number in fields]
         kept = await answered(redis.client, redis.client.hmget(key, names), redis.limit_s)
@@ -92,5 +93,5 @@ class RedisBatchRows:
 
 
 def rows_id(batch_id: str, *, ok: bool) -> str:
-    """Return the id under which the bytes of a batch's answers count; ok: of rows that succeeded, or of the others."""
+    """Return the id under which a batch's answers count; ok: those that succeeded, else those that failed."""
     return f"{batch_id}{'+' if ok else '-'}"

@@ -1,4 +1,4 @@
-"""Batches in Redis or Valkey.
+"""Records of batches in Redis or Valkey, and the fencing of the router that runs one.
 
 kvferry:<cluster>:f:<tenant>:<id>       hash  state → the batch's record, fence → number of its holder, cancel → 1
 kvferry:<cluster>:f:<tenant>#batches    sorted set  id → microseconds of its creation: the tenant's batches
@@ -13,13 +13,13 @@ from kvferry.cluster_state import file_scripts
 from kvferry.cluster_state.redis_client import answered, sensible
 from kvferry.cluster_state.redis_files import FilesClient
 
-MOST_OPEN = 10_000
-"""Most open batches that one look returns."""
+MAX_OPEN = 10_000
+"""Maximum number of open batches that `unfinished` returns."""
 _GROUP = 256
 
 
 class RedisBatches:
-    """Batches of a cluster's tenants, each tenant's by its place. Calls raise RegistryUnavailable and may be repeated.
+    """Batches by tenant (`where`: see `place_of`) and id. Calls raise RegistryUnavailable and may be repeated.
 
     ttl_s: seconds for which batches are kept after their last change."""
 
@@ -45,10 +45,10 @@ class RedisBatches:
     async def all(self, where: str) -> list[tuple[bytes, bool]]:
         """Return the records of all batches, oldest first, and whether each is to be cancelled.
 
-        Expired batches leave the list."""
+        Expired batches are removed from the list of ids."""
         ids, prefix = self._redis.own(where) + "#batches", self._redis.own(where) + ":"
         found, gone = list[tuple[bytes, bool]](), list[bytes]()
-        for first in range(0, MOST_OPEN, _GROUP):
+        for first in range(0, MAX_OPEN, _GROUP):
             answer = await self._page.run([prefix, ids], [first, first + _GROUP - 1])
             with sensible():
                 for batch_id, state, cancel in zip(answer[::3], answer[1::3], answer[2::3], strict=True):
@@ -65,13 +65,13 @@ class RedisBatches:
 
     async def unfinished(self) -> list[tuple[str, str]]:
         """Return place and id of all open batches, oldest first."""
-        call = self._redis.client.zrange(self._open, 0, MOST_OPEN - 1)
+        call = self._redis.client.zrange(self._open, 0, MAX_OPEN - 1)
         with sensible():
             names = [name.decode() for name in await answered(self._redis.client, call, self._redis.limit_s)]
         return [(where, batch_id) for where, _, batch_id in (name.partition(":") for name in names)]
 
     async def close_open(self, where: str, batch_id: str) -> None:
-        """Take a batch that can't be read from the open ones."""
+        """Remove an unreadable batch from the list of open ones."""
         call = self._redis.client.zrem(self._open, f"{where}:{batch_id}")
         await answered(self._redis.client, call, self._redis.limit_s)
 
@@ -86,7 +86,7 @@ class RedisBatches:
         return bool(await self._cancel.run([self._key(where, batch_id)], []))
 
     async def hold(self, where: str, batch_id: str) -> tuple[bytes, int] | None:
-        """Become the holder: return the record and the holder's number, with which all earlier ones end."""
+        """Become the holder; return the record and the holder's number, which fences all earlier holders."""
         key = self._key(where, batch_id)
         answer = await self._hold.run([key], [])
         with sensible():
@@ -94,7 +94,7 @@ class RedisBatches:
             return None if record is None else (record, int(answer[1]))
 
     async def save(self, where: str, batch_id: str, fence: int, record: bytes, *, ended: bool) -> bool:
-        """Save the record; return False if another holds the batch now."""
+        """Save the record; return False if another process holds the batch now."""
         key = self._key(where, batch_id)
         args = [fence, self._seal.wrap(key, record), self._ttl_ms, f"{where}:{batch_id}" if ended else ""]
         return bool(await self._save.run([key, self._open], args) == b"saved")

@@ -1,4 +1,4 @@
-"""Checks of a Redis or Valkey server before use: a single server, a sufficient ACL and a safe eviction policy."""
+"""Checks of a Redis or Valkey server before use: cluster mode, sufficient ACL, safe eviction policy, open access."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Forbidden(Exception):
 async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) -> str:
     """Check the server and return its name and version.
 
-    prefix: of all keys. Raises ConfigError for an unsuitable server, RegistryRefuses for one that rejects the password
-    or whose ACL forbids a command (both may change later), and RegistryUnavailable if no answer comes yet."""
+    prefix: prefix of all keys. Raises ConfigError for an unsuitable server, RegistryRefuses for one that rejects the
+    password or whose ACL forbids a command (both may change later), and RegistryUnavailable if it does not answer."""
     try:
         async with asyncio.timeout(limit_s):
             await client.ping()
@@ -62,7 +62,7 @@ async def checked(client: redis.Redis, prefix: str, shown: str, limit_s: float) 
 async def writers(url: str, prefix: str, limit_s: float) -> str:
     """Return who can write to the server without credentials, LOCAL or ANYONE; empty if nobody can.
 
-    prefix: of all keys; nothing is written. Empty, too, if the server gives no answer within the limit."""
+    prefix: prefix of all keys; nothing is written. Empty, too, if the server does not answer within the limit."""
     place = redis_url.read(url).server
     path = place.get("path")
     if (path and not _reached_by_all(Path(path))) or not await _takes_writes(url, prefix, limit_s):
@@ -103,7 +103,7 @@ async def _facts(client: redis.Redis) -> dict[str, Any]:
 async def _rehearse(client: redis.Redis, prefix: str) -> None:
     """Run each command of the scripts, on unused keys.
 
-    Raises Forbidden naming those that the server's ACL forbids."""
+    Raises Forbidden naming the commands that the server's ACL forbids."""
     loaded = await client.script_load(REHEARSAL)  # even if already loaded: SCRIPT LOAD may be forbidden
     refused = await client.evalsha(loaded, 1, prefix, *COMMANDS)
     await client.get(f"{prefix}r:rehearsal")

@@ -1,8 +1,7 @@
-"""Redis client with deadlines; its errors become RegistryUnavailable and contain no password.
+"""Redis client with deadlines, for one server or Sentinels; its errors become RegistryUnavailable, without passwords.
 
-It connects to one server, or to the master that Sentinels name. After a connection fails, all others are re-established
-before their next use: the name is resolved, the password read and the Sentinels asked again. Retries are up to the
-caller."""
+After a connection fails, all other connections are re-established before their next use: the name is resolved, the
+password read and the Sentinels queried again. Retries are up to the caller."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ log = logging.getLogger("kvferry.redis")
 _odd = RateLimitedLog(log)
 
 _MAX_CONNECTIONS = 16
-LONGEST = 3
-"""Most time of a call, in multiples of the answer's timeout: it may wait for a connection, connect and retry once."""
+CALL_TIMEOUTS = 3
+"""Maximum time of a call, in multiples of an answer's timeout: it may wait for a connection, connect and retry once."""
 CLUSTER_MODE = "it runs in Cluster mode, which is not supported: use a single server, or one behind Sentinels"
 
 
@@ -76,7 +75,7 @@ def connected(url: str, timeout_s: float, password_file: str = "") -> redis.Redi
 
 
 def connected_without_credentials(url: str, timeout_s: float) -> redis.Redis:
-    """Return a client as `connected` does that shows neither user, password nor certificate."""
+    """Return a client like `connected` does, but one that sends neither user, password nor certificate."""
     return _client(redis_url.without_credentials(redis_url.read(url)), timeout_s, "")
 
 
@@ -126,11 +125,11 @@ async def close(client: redis.Redis) -> None:
 class Script:
     """A Lua script of `redis_scripts`.
 
-    Servers before Redis 7 reject the flags in a script's first line. Without that line the script works the same there,
-    except for what the flag allows."""
+    Servers before Redis 7 reject the flags in a script's first line. There the script runs without that line, and thus
+    without what the flag allows."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
-        self._client, self._limit_s = client, LONGEST * timeout_s
+        self._client, self._limit_s = client, CALL_TIMEOUTS * timeout_s
         self._script, self._text = client.register_script(text), text
 
     async def run(self, keys: list[str], args: list[Any]) -> Any:
@@ -182,7 +181,7 @@ async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) 
 
 @contextlib.contextmanager
 def sensible() -> Iterator[None]:
-    """Convert errors in reading an answer to RegistryUnavailable: it has another type than expected."""
+    """Convert errors in reading an answer of an unexpected type to RegistryUnavailable."""
     try:
         yield
     except (AttributeError, TypeError, ValueError, IndexError) as error:

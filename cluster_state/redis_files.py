@@ -1,4 +1,4 @@
-"""Clients' files in Redis or Valkey, in pieces, so that no call holds the server or this process.
+"""Clients' files in Redis or Valkey, in pieces, so that no call blocks the server or this process for long.
 
 kvferry:<cluster>:f:<tenant>:<id>       string, the file's record; it exists as soon as the file is whole
 kvferry:<cluster>:f:<tenant>:<id>.<n>   string, the piece with number n, of CHUNK bytes but for the last
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cluster_state import file_scripts, redis_client
-from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
+from kvferry.cluster_state.redis_client import CALL_TIMEOUTS, Script, answered, sensible
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 from kvferry.protocol.errors import RegistryRefuses
 
 CHUNK = 2**18
-"""Bytes of a piece. Signing one takes less than a millisecond."""
+"""Size of a piece in bytes. Signing one takes less than a millisecond."""
 ARRIVAL_S = 900.0
-"""Seconds for which Redis keeps the pieces of a file that is not whole."""
+"""Seconds for which Redis keeps the pieces of an incomplete file."""
 _GROUP = 256
-"""Most pieces, records or keys in one call."""
+"""Maximum number of pieces, records or keys in one call."""
 
 
 class FilesClient:
@@ -38,7 +38,7 @@ class FilesClient:
     ) -> None:
         self.prefix, self.seal, self._timeout_s = f"kvferry:{cluster}:f:", seal, timeout_s
         self.client: Any = redis_client.connected(url, timeout_s, password_file)
-        self.limit_s = LONGEST * timeout_s
+        self.limit_s = CALL_TIMEOUTS * timeout_s
 
     def script(self, text: str) -> Script:
         """Return a script on this connection."""
@@ -53,7 +53,7 @@ class FilesClient:
         await redis_client.close(self.client)
 
     async def dangers(self) -> list[str]:
-        """Return how the server may lose files, as far as it says so. Raises RegistryUnavailable."""
+        """Return the reasons for which the server may lose files, as far as INFO shows. Raises RegistryUnavailable."""
         try:
             facts = await answered(self.client, self.client.info(), self.limit_s)
         except RegistryRefuses:  # its ACL forbids INFO
@@ -72,7 +72,7 @@ class FilesClient:
 
 
 def place_of(tenant: str) -> str:
-    """Return the name under which a tenant's keys are."""
+    """Return the hash of the tenant's name that its keys contain."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
@@ -80,7 +80,8 @@ def place_of(tenant: str) -> str:
 class Reserved:
     """Answer to a reservation.
 
-    result  room; there: the file is already whole; full: too few bytes are left; many: there are too many files
+    result  room: bytes are reserved; there: the file is already complete; full: too few bytes are left; many: the
+            tenant has too many files
     number  the bytes that were left, or the number of files
     """
 
@@ -89,9 +90,9 @@ class Reserved:
 
 
 class RedisFiles:
-    """Files of one cluster's tenants, each tenant's by its place. Calls raise RegistryUnavailable and may be repeated.
+    """Files by tenant (`where`: see `place_of`) and id. Calls raise RegistryUnavailable and may be repeated.
 
-    ttl_s: seconds for which files are kept. limit, most: bytes and number of one tenant's files."""
+    ttl_s: seconds for which files are kept. limit, most: maximum bytes and number of one tenant's files."""
 
     def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int, most: int) -> None:
         self._redis, self._seal = connection, connection.seal
@@ -101,20 +102,20 @@ class RedisFiles:
         self._keep, self._page = connection.script(file_scripts.KEEP), connection.script(file_scripts.FILES)
 
     async def reserve(self, where: str, file_id: str, size: int, replaces: str = "") -> Reserved:
-        """Reserve bytes for a file; replaces: id of rows that count no more once the file is whole."""
+        """Reserve bytes for a file; replaces: id of rows that no longer count once the file is complete."""
         args = [file_id, size, self._limit, self._most, self._ttl_ms, _ARRIVAL_MS, replaces]
         answer = await self._reserve.run(self._keys(where), args)
         with sensible():
             return Reserved(answer[0].decode(), int(answer[1]))
 
     async def write(self, where: str, file_id: str, number: int, piece: bytes) -> None:
-        """Write a piece of a file that is not whole yet."""
+        """Write a piece of an incomplete file."""
         key = f"{self._redis.own(where)}:{file_id}.{number}"
         call = self._redis.client.set(key, self._seal.wrap(key, piece), px=_ARRIVAL_MS)
         await answered(self._redis.client, call, self._redis.limit_s)
 
     async def commit(self, where: str, file_id: str, pieces: int, record: bytes, replaces: str = "") -> bool:
-        """Make a file whole; return False if its reservation or a piece has expired."""
+        """Mark a file as complete; return False if its reservation or a piece has expired."""
         prefix = f"{self._redis.own(where)}:{file_id}"
         for first in range(0, pieces, _GROUP):
             last = min(first + _GROUP, pieces) - 1
@@ -146,7 +147,7 @@ class RedisFiles:
         return await self._get(f"{self._redis.own(where)}:{file_id}.{number}")
 
     async def delete(self, where: str, file_id: str, pieces: int) -> bool:
-        """Delete a file or what arrived of it; return whether it was there."""
+        """Delete a file, complete or not; return whether it existed."""
         known = await self._forget.run(self._keys(where), [file_id])
         prefix = f"{self._redis.own(where)}:{file_id}."
         for first in range(0, pieces, _GROUP):
@@ -154,11 +155,11 @@ class RedisFiles:
         return bool(known)
 
     async def release(self, where: str, counted: str) -> None:
-        """Count the rows of this id no more."""
+        """Stop counting the bytes of the rows with this id."""
         await self._forget.run(self._keys(where), [counted])
 
     async def room(self, where: str) -> int:
-        """Return the bytes that are left to the tenant."""
+        """Return the number of bytes that the tenant may still use."""
         return max(0, self._limit - int(await self._used.run(self._keys(where), [self._ttl_ms, _ARRIVAL_MS])))
 
     async def _get(self, key: str) -> bytes | None:

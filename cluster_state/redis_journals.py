@@ -1,4 +1,4 @@
-"""Journals of requests in Redis or Valkey.
+"""Journals of requests in Redis or Valkey, written by routers: implementation of `journals.Journals`, and its keys.
 
 kvferry:<cluster>:j:<tenant>:<name>     hash  owner, head, born (ms), key, and the entries by number; expires
 kvferry:<cluster>:j:<tenant>#k:<key>    string, the name of the journal with this idempotency key; expires with it
@@ -17,10 +17,10 @@ from kvferry.cluster_state.redis_client import Script, sensible
 from kvferry.cluster_state.router_leases import STREAM_LEASE_S
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 
-LONGEST_MS = 7 * 86_400_000
-"""Longest life of a tenant's books after the last write, in milliseconds."""
+MAX_TTL_MS = 7 * 86_400_000
+"""Maximum time for which a tenant's bookkeeping is kept after the last write, in milliseconds."""
 AT_ONCE = 64
-"""Appends in one call of the script, which runs for about 10 µs for each."""
+"""Maximum number of appends in one call of the script, which runs for about 10 µs for each."""
 
 
 class RedisJournals:
@@ -28,12 +28,12 @@ class RedisJournals:
 
     Connects on first use and reconnects by itself; belongs to one asyncio loop.
 
-    share          most bytes of one tenant
-    most           most journals of one tenant
+    share          maximum number of bytes of one tenant
+    most           maximum number of journals of one tenant
     lease_s        seconds after its last renewal when a router counts as dead
     timeout_s      limit on every answer, because a client may wait for it
     password_file  see `redis_client.connected`
-    seal           signs heads and entries; a journal with one that it does not verify ends before it
+    seal           signs heads and entries; a journal is cut off before an entry that it does not verify
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RedisJournals:
         seal: Seal = NO_SEAL,
     ) -> None:
         self._keys, self._leases = [f"kvferry:{cluster}:j:"], f"kvferry:{cluster}:o:leases"
-        self._bounds, self._lease_ms, self._seal = [LONGEST_MS, share, most], int(lease_s * 1000), seal
+        self._bounds, self._lease_ms, self._seal = [MAX_TTL_MS, share, most], int(lease_s * 1000), seal
         self._client = redis_client.connected(url, timeout_s, password_file)
 
         def script(text: str) -> Script:
@@ -102,7 +102,7 @@ class RedisJournals:
             return Journal(head, entries, owner.decode(), bool(is_owned), int(age_ms) / 1000)
 
     async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
-        args = [_hashed(tenant), name, owner, _ms(ttl_s), LONGEST_MS, self._lease_ms, int(by_force)]
+        args = [_hashed(tenant), name, owner, _ms(ttl_s), MAX_TTL_MS, self._lease_ms, int(by_force)]
         return bool(await self._claim.run([*self._keys, self._leases], args))
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
@@ -112,7 +112,7 @@ class RedisJournals:
         return await self._left(tenant, name, owner, 0)
 
     async def _left(self, tenant: str, name: str, owner: str, ttl_ms: int) -> bool:
-        return bool(await self._leave.run(self._keys, [_hashed(tenant), name, owner, ttl_ms, LONGEST_MS]))
+        return bool(await self._leave.run(self._keys, [_hashed(tenant), name, owner, ttl_ms, MAX_TTL_MS]))
 
 
 def _hashed(text: str) -> str:
@@ -120,4 +120,4 @@ def _hashed(text: str) -> str:
 
 
 def _ms(ttl_s: float) -> int:
-    return min(max(1, int(ttl_s * 1000)), LONGEST_MS)
+    return min(max(1, int(ttl_s * 1000)), MAX_TTL_MS)

@@ -1,4 +1,4 @@
-"""Connection pool for one Redis or Valkey server, or for the master that Sentinels name."""
+"""Connection pools of the Redis client: for one server, and for the master that Sentinels name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 log = logging.getLogger("kvferry.redis")
 
 FOLLOW_S = 2.0
-"""Seconds between questions to the Sentinels while the known master still answers.
+"""Seconds between queries of the Sentinels while the known master still answers.
 
 It may be a former master that was cut off from them."""
 
@@ -37,7 +37,7 @@ class Pool(redis.BlockingConnectionPool):
     def renew(self) -> None:
         """Reconnect all connections when they are next used.
 
-        An error of one connection would otherwise hit the others one by one."""
+        The cause of one connection's error would otherwise break the other connections one by one."""
         self._fresh = WeakSet()
 
     def is_fresh(self, connection: Any) -> bool:

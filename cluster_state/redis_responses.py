@@ -1,4 +1,4 @@
-"""Stored responses in Redis or Valkey.
+"""Stored responses (`/v1/responses`) in Redis or Valkey: implementation of `responses.ResponseStore`, and its keys.
 
 kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires with its life
 kvferry:<cluster>:r:<tenant>#ages    sorted set  id → microseconds of its writing: the tenant's records, by age
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 
 from kvferry.cluster_state import redis_client
-from kvferry.cluster_state.redis_client import LONGEST, Script, answered
+from kvferry.cluster_state.redis_client import CALL_TIMEOUTS, Script, answered
 from kvferry.cluster_state.responses import MAX_RESPONSES
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 
@@ -65,11 +65,11 @@ class RedisResponses:
     Connects on first use and reconnects by itself; belongs to one asyncio loop.
 
     ttl_s          seconds after which a record expires
-    share          most bytes of one tenant
-    most           most records of one tenant
+    share          maximum number of bytes of one tenant
+    most           maximum number of records of one tenant
     timeout_s      limit on every answer, because a client waits for it
     password_file  see `redis_client.connected`
-    seal           signs records; those that it does not verify count as missing
+    seal           signs records; a record that it does not verify counts as missing
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RedisResponses:
         self._prefix = f"kvferry:{cluster}:r:"
         self._bounds = [max(1, int(ttl_s * 1000)), share, most]
         self._share = share
-        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
+        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), CALL_TIMEOUTS * timeout_s
         self._put, self._delete = Script(self._client, PUT, timeout_s), Script(self._client, DELETE, timeout_s)
 
     async def close(self) -> None:

@@ -1,21 +1,21 @@
-"""Leases of routers and owners of their tasks in Redis or Valkey.
+"""Leases of routers and owners of their tasks in Redis or Valkey: implementation of `router_leases.RouterLeases`.
 
 kvferry:<cluster>:o:leases     hash  router → milliseconds of its last renewal, by the server's clock
 kvferry:<cluster>:o:owners     sorted set  routers that own tasks; the empty name owns those given up
 kvferry:<cluster>:o:of:<id>    sorted set  <kind>:<name> → milliseconds of its claim: the tasks of one router
 kvferry:<cluster>:o:t:<task>   string, the owner of a task; expires with the task
 
-They carry no seal, because they grant nothing: a stranger who writes here can stop or repeat work, as deleting keys
-could, and the records of the work are sealed."""
+They are not sealed, because they grant nothing: an attacker who writes here can only stop or repeat work, like one who
+deletes keys, and the records of the work are sealed."""
 
 from __future__ import annotations
 
 from kvferry.cluster_state import redis_client
-from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
+from kvferry.cluster_state.redis_client import CALL_TIMEOUTS, Script, answered, sensible
 from kvferry.cluster_state.router_leases import MAX_ORPHANS, ROUTER_LEASE_S, OwnedTask
 
 FORGET_MS = 7 * 86_400_000
-"""Longest time in milliseconds for which a task, a list of tasks or a lease is kept."""
+"""Maximum time for which a task, a list of tasks or a lease is kept, in milliseconds."""
 
 ALIVE = """
 local time = redis.call('TIME')
@@ -121,7 +121,7 @@ class RedisRouterLeases:
         password_file: str = "",
     ) -> None:
         self._keys, self._lease_ms = [f"kvferry:{cluster}:o:"], int(lease_s * 1000)
-        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
+        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), CALL_TIMEOUTS * timeout_s
 
         def script(text: str) -> Script:
             return Script(self._client, text, timeout_s)

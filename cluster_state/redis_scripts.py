@@ -1,4 +1,4 @@
-"""Lua scripts for the node registry that run inside Redis or Valkey.
+"""Lua scripts of the node registry in Redis or Valkey, and the rehearsal that checks a server's ACL.
 
 A script is one round trip and atomic: it sees one state of the store. Epochs are compared as numbers, which are exact
 below 2**53. Keys are built from the prefixes in KEYS, so the store must be one server (with replicas or Sentinels if

@@ -1,4 +1,4 @@
-"""Node registry and block index in Redis or Valkey.
+"""Node registry and block index in Redis or Valkey: implementation of `Registry` and `BlockIndex`, and its keys.
 
 kvferry:<cluster>:nodes         hash  node id → epoch: the members
 kvferry:<cluster>:node:<id>     string, the NodeLease in a `lease_seal`, expires with the lease
@@ -23,7 +23,7 @@ from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.query_batching import QueryBatcher, Question
 from kvferry.cluster_state.redis_check import checked, writers
-from kvferry.cluster_state.redis_client import LONGEST, Script, answered, sensible
+from kvferry.cluster_state.redis_client import CALL_TIMEOUTS, Script, answered, sensible
 from kvferry.cluster_state.redis_url import shown
 from kvferry.cluster_state.registry import LEASE_S, Announced
 from kvferry.cluster_state.seal import NO_SEAL, Seal
@@ -36,7 +36,7 @@ log = logging.getLogger("kvferry.redis")
 EPOCH_TTL_S = 7 * 86_400.0
 """Seconds for which a node's last epoch is kept: far longer than a clock is set back."""
 CHECK_S = 2.0
-"""Most seconds that `check` takes."""
+"""Maximum time of each step of `check`, in seconds."""
 
 
 class RedisStore:
@@ -45,11 +45,11 @@ class RedisStore:
     Connects on first use and reconnects by itself; belongs to one asyncio loop.
 
     url            see `redis_url`; raises ConfigError if it is invalid
-    timeout_s      limit on connecting and on every answer, of all calls but lookups
-    lookup_s       limit on a whole longest_prefix, because a request waits for it
+    timeout_s      maximum time to connect and for each answer, except lookups
+    lookup_s       maximum time of a longest_prefix call, because a request waits for it
     password_file  contains the password, read at each connection; empty: the URL's password is used
     open_to        who can write to the server without a password, as `check` found (`redis_check.writers`)
-    seal           signs leases and verifies those of others
+    seal           signs this process's leases and verifies those of other processes
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RedisStore:
         self._lookups = QueryBatcher(self._longest_prefixes, lookup_s, self._quick_prefixes)
         self._told_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
-        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), LONGEST * timeout_s
+        self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), CALL_TIMEOUTS * timeout_s
 
         def script(text: str) -> Script:
             return Script(self._client, text, timeout_s)
@@ -91,14 +91,14 @@ class RedisStore:
         await redis_client.close(self._client)
 
     async def check(self) -> str:
-        """Check the server; return its name and version, and warn in the log if others can write to it.
+        """Check the server; return its name and version, and log a warning if anyone can write without a password.
 
         Raises ConfigError for an unsuitable server, RegistryRefuses for one that rejects this process for now, and
-        RegistryUnavailable if none answers."""
+        RegistryUnavailable if it does not answer."""
         described = await checked(self._client, self._prefix, self._shown, CHECK_S)
         self.open_to = await writers(self._url, self._prefix, CHECK_S)
         if self.open_to:
-            log.warning("Redis at %s takes commands without a password from %s", self._shown, self.open_to)
+            log.warning("Redis at %s accepts commands without a password from %s", self._shown, self.open_to)
         return described
 
     async def ping(self) -> None:
@@ -141,7 +141,7 @@ class RedisStore:
                 incompatible.append(lease)
         self.incompatible = tuple(incompatible)
         if unreadable and not self._told_unreadable:
-            log.warning("a lease is not readable, ignoring its node: %s", unreadable)
+            log.warning("ignoring a node whose lease cannot be read: %s", unreadable)
         self._told_unreadable = bool(unreadable)
         return leases
 
@@ -183,11 +183,11 @@ class RedisStore:
         return held
 
     async def _longest_prefixes(self, questions: Sequence[Question]) -> Any:
-        """Return one answer for each question: a chain's hashes, and the hashes that stand for the store's groups."""
+        """Return one answer per question, which holds a chain's hashes and those of its groups in the shared store."""
         return await self._longest.run(self._rows, [ON_STORE, *chain.from_iterable(questions)])
 
     def _quick_prefixes(self, questions: Sequence[Question]) -> asyncio.Future[Any] | None:
-        """Return the same to come; None if a connection is to be made first."""
+        """Return a future of the same; None if a connection must be made first."""
         return self._longest.call(self._rows, (ON_STORE.encode(), *chain.from_iterable(questions)))
 
 

@@ -1,6 +1,6 @@
-"""Parser of the Redis URL.
+"""Parser of the Redis URL (one server, a socket, or Sentinels); it never shows a password.
 
-It does not import the redis package and never prints a password.
+It does not import the redis package.
 
 redis://[user:password@]host[:port][/db]                          one server; rediss:// the same over TLS
 unix://[user:password@]/path/of/socket[?db=0]                     one server
@@ -78,7 +78,7 @@ class RedisUrl:
     shown         the URL without password and parameters, for logs and errors
     server        arguments of a connection to the server, as the redis package names them; without host and port if
                   Sentinels provide these
-    sentinels     host and port of each; empty without Sentinels
+    sentinels     host and port of each Sentinel; empty without Sentinels
     sentinel      arguments of a connection to a Sentinel
     service       name of the master at the Sentinels
     tls           whether connections are encrypted
@@ -140,7 +140,7 @@ def read(url: str) -> RedisUrl:
 
 
 def without_credentials(url: RedisUrl) -> RedisUrl:
-    """Return the URL without what shows the server who connects; Sentinels, which only name it, are asked as before."""
+    """Return the URL without credentials for the server; those for Sentinels, which only name it, stay."""
     return replace(url, server={name: value for name, value in url.server.items() if name not in _CREDENTIALS})
 
 

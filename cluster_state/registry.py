@@ -1,7 +1,7 @@
-"""Node registry: live nodes, each under a lease that its process renews.
+"""Interface of the node registry, and LeaseKeeper, with which a node renews its lease there.
 
-Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Calls raise only RegistryUnavailable, and
-every call may be repeated."""
+The registry holds the live nodes, each under a lease that its process renews. Implementations:
+`redis_store.RedisStore` and `memory_store.MemoryStore`. Calls raise only RegistryUnavailable, and may be repeated."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Registry(Protocol):
         """Remove the lease if this epoch wrote it."""
 
     async def nodes(self) -> list[NodeLease]:
-        """Return all live leases, in no order."""
+        """Return all live leases, in no particular order."""
 
 
 class LeaseKeeper:
-    """Announces a node every second while it serves. No method raises.
+    """Keeper that announces a node's lease every second while the node serves. No method raises.
 
     make_lease    returns the current lease
     on_restored   called when the registry answers again after a failure, or lost our lease: published rows may be gone
@@ -124,7 +124,7 @@ class LeaseKeeper:
             try:
                 await self._registry.withdraw(*self._announced)
             except KvferryError as error:
-                log.warning("lease not withdrawn, it will expire: %s", error)
+                log.warning("the lease could not be withdrawn and will expire: %s", error)
 
     async def _keep(self) -> None:
         while not self._stopping.is_set():
@@ -135,7 +135,7 @@ class LeaseKeeper:
                     await self._stopping.wait()
 
     async def _read_back(self) -> None:
-        """Look for our lease as a router would, and renew it if it is found."""
+        """Read our lease as a router would, and renew it if it is found."""
         try:
             found = {(lease.node_id, lease.epoch) for lease in await self._registry.nodes()}
         except Exception as error:

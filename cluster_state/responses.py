@@ -1,4 +1,4 @@
-"""Store of responses that clients fetch later, bounded in time and in bytes per tenant.
+"""Interface of the store of responses that clients fetch later, bounded in time and in bytes per tenant.
 
 Implementations: `redis_responses.RedisResponses`, and in tests one in memory. Calls raise only RegistryUnavailable, and
 every call may be repeated."""
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 MAX_RESPONSES = 10_000
-"""Most records of one tenant, whatever their size."""
+"""Maximum number of records of one tenant, whatever their size."""
 
 
 class ResponseStore(Protocol):

@@ -1,6 +1,6 @@
-"""Leases of router processes, and the work that each of them owns in the cluster.
+"""Interface of the leases of router processes, and of the tasks (responses, batches) that each of them owns.
 
-A router renews its lease; the work of a router whose lease lapsed, or that gave the work up, is claimed by one other.
+A router renews its lease. Tasks of a router whose lease lapsed, or that gave them up, are claimed by one other router.
 Implementations: `redis_router_leases.RedisRouterLeases` and `memory_router_leases.MemoryRouterLeases`. Calls raise only
 RegistryUnavailable, and every call may be repeated. Time is the store's own, so that routers' clocks do not matter."""
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 ROUTER_LEASE_S = 1.5
-"""Seconds after its last renewal when a router counts as dead."""
+"""Seconds after its last renewal after which a router counts as dead."""
 STREAM_LEASE_S = 0.9
-"""Seconds after its last renewal when a router counts as dead for a client that comes back to another one.
+"""Seconds after its last renewal after which a router counts as dead for a client that reconnects to another one.
 
 The broken stream is a second sign, so that one late renewal suffices."""
 MAX_ORPHANS = 256
-"""Most tasks that one look at orphans returns."""
+"""Maximum number of tasks that `orphans` returns."""
 
 
 class OwnedTask(NamedTuple):
@@ -26,33 +26,33 @@ class OwnedTask(NamedTuple):
 
 
 class RouterLeases(Protocol):
-    """Owners by task. An owner is the id of one router process, never used again by another."""
+    """Owners by task. An owner is the id of one router process, which no other process reuses."""
 
     async def renew(self, owner: str) -> None:
         """Renew the lease of a router."""
 
     async def withdraw(self, owner: str) -> None:
-        """End the lease of a router at once; its tasks are orphans."""
+        """End the lease of a router at once; its tasks become orphans."""
 
     async def alive(self, owner: str) -> bool:
         """Return whether the router renewed its lease in the last ROUTER_LEASE_S."""
 
     async def take(self, owner: str, task: OwnedTask, ttl_s: float) -> bool:
-        """Own a new task for `ttl_s`, or prolong an own one; return False if another router owns it."""
+        """Become the owner of a new task for `ttl_s`, or renew ownership; return False if another router owns it."""
 
     async def claim(self, owner: str, task: OwnedTask, ttl_s: float, *, by_force: bool = False) -> bool:
-        """Own an existing task whose owner is dead or gave it up; return whether it is now this router's.
+        """Become the owner of an existing task whose owner is dead or gave it up; return whether it worked.
 
-        by_force: from a living owner, too, which notices at its next look."""
+        by_force: even if the owner is alive, which notices at its next check."""
 
     async def holds(self, owner: str, task: OwnedTask) -> bool:
         """Return whether the router still owns the task."""
 
     async def release(self, owner: str, task: OwnedTask, ttl_s: float) -> bool:
-        """Give up an own task, which others may claim at once and for `ttl_s`; return False if it was not own."""
+        """Give up a task, which other routers may claim for `ttl_s`; return False if `owner` did not own it."""
 
     async def drop(self, owner: str, task: OwnedTask) -> bool:
-        """End an own task; return False if it was not own."""
+        """End a task; return False if `owner` did not own it."""
 
     async def orphans(self) -> list[OwnedTask]:
-        """Return up to MAX_ORPHANS tasks of dead owners and tasks given up."""
+        """Return up to MAX_ORPHANS tasks whose owners are dead or gave them up."""

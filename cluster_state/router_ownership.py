@@ -1,4 +1,4 @@
-"""The work that one router process owns: it keeps the process's lease, and claims the work of routers that died."""
+"""Ownership of tasks by one router process: renews the process's lease, and claims the tasks of routers that died."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.ownership")
 
 RENEWAL_S = 0.5
-"""Seconds between renewals of a router's lease, and between looks at orphans."""
+"""Seconds between renewals of a router's lease, and between searches for orphans."""
 ORPHAN_TTL_S = 86_400.0
-"""Seconds for which a claimed task is owned unless its new owner takes it for longer."""
+"""Seconds for which a claimed task is owned, unless its new owner takes it for longer."""
 
 Claimed = Callable[[str], Awaitable[None]]
-"""Goes on with claimed work, given its name."""
+"""Continues claimed work, given its name."""
 
 
 class RouterOwnership:
     """Owner of tasks in the cluster, under the lease of one router process.
 
     `owner` is the id of this process, new at each start. is_shared: other routers use the same leases. Register a
-    callback for each kind with `take_over` before `kept`. It runs in a task of its own; a KvferryError of it gives the
-    task up again, and any other error is logged. While the store does not answer, nothing is claimed and what runs goes
-    on."""
+    callback for each kind with `take_over` before `kept`. It runs in a separate asyncio task; if it raises KvferryError
+    the task is given up again, and any other error is logged. While the store does not answer, nothing is claimed and
+    running work continues."""
 
     def __init__(self, leases: RouterLeases, *, period_s: float = RENEWAL_S, is_shared: bool = True) -> None:
         self.owner, self.is_shared = secrets.token_hex(8), is_shared
@@ -45,16 +45,16 @@ class RouterOwnership:
         self._trouble = RateLimitedLog(log)
 
     def take_over(self, kind: str, claimed: Claimed) -> None:
-        """Claim orphans of this kind from now on, and call `claimed` for each."""
+        """Start claiming orphans of this kind, and call `claimed` for each."""
         self._callbacks[kind] = claimed
 
     async def take(self, kind: str, name: str, ttl_s: float) -> bool:
-        """Own a new task, or prolong an own one; return False if another router owns it; see RouterLeases.take."""
+        """Become the owner of a new task, or renew the ownership; see RouterLeases.take."""
         task = OwnedTask(kind, name)
         return self._noted(task, ttl_s, await self._leases.take(self.owner, task, ttl_s))
 
     async def claim(self, kind: str, name: str, ttl_s: float, *, by_force: bool = False) -> bool:
-        """Own an existing task; see RouterLeases.claim."""
+        """Become the owner of an existing task; see RouterLeases.claim."""
         task = OwnedTask(kind, name)
         return self._noted(task, ttl_s, await self._leases.claim(self.owner, task, ttl_s, by_force=by_force))
 
@@ -63,22 +63,22 @@ class RouterOwnership:
         return await self._leases.holds(self.owner, OwnedTask(kind, name))
 
     async def release(self, kind: str, name: str) -> bool:
-        """Give up an own task, so that another router claims it; return False if it was not own."""
+        """Give up a task, so that another router claims it; return False if this router did not own it."""
         task = OwnedTask(kind, name)
         return await self._leases.release(self.owner, task, self._owned.pop(task, self._period_s))
 
     async def drop(self, kind: str, name: str) -> bool:
-        """End an own task; return False if it was not own. Raises RegistryUnavailable."""
+        """End a task; return False if this router did not own it. Raises RegistryUnavailable."""
         task = OwnedTask(kind, name)
         self._owned.pop(task, None)
         return await self._leases.drop(self.owner, task)
 
     def when_draining(self, leaving: Callable[[], Awaitable[None]]) -> None:
-        """Call `leaving` once this process will end, to give up what it owns."""
+        """Call `leaving` when this process starts to drain, to give up its tasks."""
         self._leaving.append(leaving)
 
     def drain(self) -> None:
-        """Claim nothing more, and give up what is owned: this process will end."""
+        """Stop claiming, and give up owned tasks: this process will end."""
         if self._draining:
             return
         self._draining = True
@@ -89,11 +89,11 @@ class RouterOwnership:
         try:
             await leaving()
         except Exception:
-            log.exception("owned work is not given up, until the lease ends")
+            log.exception("owned work could not be given up; it is claimed once the lease ends")
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Renew the lease and look for orphans until the end of the block; then give up what is left."""
+        """Renew the lease and look for orphans during the `with` block; then give up the remaining tasks."""
         keeping = asyncio.create_task(self._keep(), name="router-lease")
         try:
             yield
@@ -115,11 +115,11 @@ class RouterOwnership:
                 if not self._draining:
                     await self._look(began + self._period_s)
             except RegistryUnavailable as error:
-                self._trouble.warning("work of other routers is not watched: %s", error)
+                self._trouble.warning("cannot look for work of dead routers: %s", error)
             await asyncio.sleep(max(self._period_s / 5, began + self._period_s - time.monotonic()))
 
     async def _look(self, until: float) -> None:
-        """Claim orphans, in an order of its own, until the lease must be renewed again."""
+        """Claim orphans, in random order, until the lease must be renewed again."""
         orphans = [task for task in await self._leases.orphans() if task.kind in self._callbacks]
         random.shuffle(orphans)
         for task in orphans:
@@ -135,7 +135,7 @@ class RouterOwnership:
         try:
             await self._callbacks[task.kind](task.name)
         except KvferryError as error:
-            log.warning("%s %s is given up again: %s", task.kind, task.name, error)
+            log.warning("giving up %s %s again: %s", task.kind, task.name, error)
             with contextlib.suppress(RegistryUnavailable):
                 await self.release(*task)
         except Exception:

@@ -1,4 +1,4 @@
-"""Detection of a node's rows that are missing from the block index, for example after a Redis restart."""
+"""Detection of a node's rows that the block index has lost, by samples, for example after a Redis restart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvferry.protocol.index_rows import GROUP
 log = logging.getLogger("kvferry.index")
 
 SAMPLE, NEWEST = 8, 8
-"""Rows sampled at once: SAMPLE from a random position, and NEWEST of those written last.
+"""Number of rows sampled at once: SAMPLE from a random position, and NEWEST of the latest ones.
 
 A store that returns to an older state loses the newest rows. Sampled rows are GROUP apart, because rows that share a
 key are mostly lost together."""
-MEND_S, LONGEST_MEND_S = 10.0, 160.0
+MEND_S, MAX_MEND_S = 10.0, 160.0
 """Seconds between two rewrites of all rows after losses, and the limit to which the interval doubles.
 
 It doubles while rows are lost again and again, because the store then lacks memory for them."""
@@ -51,5 +51,5 @@ class RowLossDetector:
             return False
         log.warning("%d of %d rows of the block index are lost: writing all of them again", asked - found, asked)
         again = now < self._mended_at + 2 * self._mend_s
-        self._mended_at, self._mend_s = now, min(2 * self._mend_s, LONGEST_MEND_S) if again else MEND_S
+        self._mended_at, self._mend_s = now, min(2 * self._mend_s, MAX_MEND_S) if again else MEND_S
         return True

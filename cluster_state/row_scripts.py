@@ -1,4 +1,4 @@
-"""Lua scripts of the block index (see `redis_scripts`).
+"""Lua scripts of the block index in Redis or Valkey, run by `redis_store`.
 
 Block hashes are passed as one string with 16 bytes each, rows (`protocol.index_rows`) as one with 17 bytes and a name
 each. If memory is full, existing rows are renewed and new ones refused."""
@@ -127,7 +127,7 @@ return answers
 # KEYS: prefix of single rows, prefix of groups. ARGV: name of the store; then for each query the hashes of a chain, and
 # the hashes that stand for the store's groups (empty unless the store is queried). Returns for each query id, epoch and
 # length of each node that holds the first block. The caller checks which epochs are live, since sending a thousand of
-# them would cost more than the search. The search per node is that of `cluster_state.prefixes.longest`, with positions
+# them would cost more than the search. The search per node is that of `prefix_search.longest`, with positions
 # counted from 1; nodes with the same next position share a lookup. `protocol.index_rows` defines the key of a row.
 LONGEST_PREFIX = """
 local call, sub, answers = redis.call, string.sub, {}

@@ -1,7 +1,7 @@
-"""Connection to Redis that carries nothing but calls of scripts, one behind the other.
+"""Redis connection that carries only calls of Lua scripts, pipelined, without the client's cost per call.
 
-The client opens it: it knows addresses, TLS, passwords and Sentinels. From then on the calls cost neither a task nor a
-stream's locks and timers, and a call is sent before the answers to earlier ones have come."""
+The client opens it, since it handles addresses, TLS, passwords and Sentinels. After that, calls cost neither a task nor
+a stream's locks and timers, and a call is sent without waiting for the answers to earlier ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Incomplete(Exception):
 
 
 class ScriptConnection(asyncio.Protocol):
-    """Takes over an idle connection of the client's and answers calls in their order.
+    """Protocol that takes over an idle connection of the client and answers calls in order.
 
-    client_connection: for the pool, to which it goes back once it is closed."""
+    client_connection: the client's object, which returns to the pool once the connection is closed."""
 
     def __init__(self, client_connection: Any) -> None:
         self.client_connection = client_connection
@@ -35,18 +35,18 @@ class ScriptConnection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Return whether it is open and answers in time: no caller has given up the oldest call."""
+        """Return whether the connection is open and answers in time: no caller has given up the oldest call."""
         return not self._transport.is_closing() and not (self._waiting and self._waiting[0].done())
 
     def call(self, command: bytes) -> asyncio.Future[Any]:
-        """Send a command; return its answer to come: the reply, ResponseError, or RedisConnectionError."""
+        """Send a command; return a future of its reply, ResponseError or RedisConnectionError."""
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append(answer)
         self._transport.write(command)
         return answer
 
     def close(self) -> None:
-        """Close the connection; what still waits gets RedisConnectionError."""
+        """Close the connection; waiting calls get RedisConnectionError."""
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -61,10 +61,10 @@ class ScriptConnection(asyncio.Protocol):
                 else:
                     answer.set_result(reply)
         except (InvalidResponse, ValueError, IndexError):
-            self.close()  # no reply of Redis, or one that nobody asked for
+            self.close()  # not a reply of Redis, or one to no call
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the calls that wait (asyncio.Protocol)."""
+        """Fail the waiting calls (asyncio.Protocol)."""
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(RedisConnectionError(f"the connection broke: {exc or 'closed'}"))
@@ -77,7 +77,7 @@ class ScriptConnection(asyncio.Protocol):
 
 
 class ReplyReader:
-    """Incremental parser of replies; each is read again from its last complete item when more of it arrives."""
+    """Incremental parser of replies; an incomplete reply is parsed again from its last complete item."""
 
     def __init__(self) -> None:
         self._data, self._items, self._left = b"", list[Any](), 0
@@ -110,7 +110,7 @@ class ReplyReader:
 
 
 def read(data: bytes, at: int) -> tuple[Any, int]:
-    """Return the value that begins there, and where the next one does.
+    """Return the value that begins at `at`, and the position of the next one.
 
     Raises Incomplete; InvalidResponse and ValueError for anything that scripts cannot return."""
     end = _line_end(data, at)
@@ -146,5 +146,5 @@ def _line_end(data: bytes, at: int) -> int:
 
 
 def packed(parts: Sequence[bytes]) -> bytes:
-    """Return a command as Redis reads it."""
+    """Return a command in the format of Redis' protocol."""
     return b"*%d\r\n" % len(parts) + b"".join([b"$%d\r\n%b\r\n" % (len(part), part) for part in parts])

@@ -1,4 +1,4 @@
-"""Authentication of what a cluster keeps in Redis: HMAC-SHA256 (RFC 2104) under keys of the cluster secret.
+"""Authentication of the cluster's records in Redis: HMAC-SHA256 (RFC 2104) under keys of the cluster secret.
 
 A client that can write to Redis but does not know the secret can then only delete and repeat."""
 
@@ -18,9 +18,9 @@ def _no_keys() -> Sequence[bytes]:
 
 
 class Seal:
-    """Signs bytes and verifies what others signed.
+    """Signer and verifier of records.
 
-    keys: returns the accepted keys, of which the first signs. Without a key nothing is signed and everything passes."""
+    keys: returns the accepted keys; the first one signs. Without a key nothing is signed and everything passes."""
 
     def __init__(self, keys: Callable[[], Sequence[bytes]] = _no_keys) -> None:
         self._keys = keys
@@ -34,7 +34,7 @@ class Seal:
         return _mac(keys[0], signed) if keys else b""
 
     def verifies(self, signed: bytes, mac: bytes) -> bool:
-        """Return whether the MAC fits the bytes under any accepted key; always true without a key."""
+        """Return whether the MAC matches the bytes under any accepted key; always true without a key."""
         keys = self._keys()
         return not keys or any([hmac.compare_digest(_mac(key, signed), mac) for key in keys])
 
@@ -44,14 +44,14 @@ class Seal:
         return _SEALED + mac + record if mac else record
 
     def unwrap(self, name: str, wrapped: bytes) -> bytes | None:
-        """Return the record of that name; None if there is a key and no accepted one has sealed it."""
+        """Return the record with this name; None if no accepted key has sealed it. Without a key, as it is."""
         is_sealed, end = wrapped.startswith(_SEALED), 1 + _MAC_BYTES
         mac, record = (wrapped[1:end], wrapped[end:]) if is_sealed else (b"", wrapped)
         return record if self.verifies(_named(name, record), mac) else None
 
 
 NO_SEAL = Seal()
-"""Signs nothing and believes everything, as without a cluster secret."""
+"""Signs nothing and accepts everything, as without a cluster secret."""
 
 
 def _named(name: str, record: bytes) -> bytes:

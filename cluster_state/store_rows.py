@@ -1,4 +1,4 @@
-"""Writer of block index rows for blocks in the shared object store."""
+"""Writer of the block index's rows for blocks in the shared object store, on behalf of one node."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger("kvferry.index")
 FLUSH_S = 0.5
 """Seconds between two batches."""
 BATCH = 512
-"""Rows of one write."""
-MOST = 8192
-"""Most rows that wait while the index does not answer; the oldest are dropped, because rows are hints."""
+"""Maximum number of rows in one write."""
+MAX_WAITING = 8192
+"""Maximum number of rows that wait while the index does not answer; the oldest are dropped, since rows are hints."""
 
 
 class StoreRows:
-    """Rows of groups in the store that this node wrote, found or missed, by the hash of their last block.
+    """Rows of groups in the store that this node wrote, found or did not find, by the hash of their last block.
 
     No node owns them: each row expires after its lifetime, and any node that finds the group writes it again. `note`
     and `republish` may be called from any thread; everything else belongs to one asyncio loop. No method raises.
@@ -50,7 +50,7 @@ class StoreRows:
             for row, there in (*((each, False) for each in removed), *((each, True) for each in stored)):
                 self._waiting[row] = there
                 self._waiting.move_to_end(row)
-            while len(self._waiting) > MOST:
+            while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
 
     def republish(self) -> None:
@@ -86,11 +86,11 @@ class StoreRows:
     def _again(self, batch: dict[bytes, bool], error: Exception) -> None:
         if not self._failing:
             known = isinstance(error, KvferryError)
-            log.warning("rows of the store not written: %s", error, exc_info=None if known else error)
+            log.warning("cannot write rows of the shared store: %s", error, exc_info=None if known else error)
         self._failing = True
         with self._lock:
             for row, there in reversed(batch.items()):
-                if row not in self._waiting and len(self._waiting) < MOST:
+                if row not in self._waiting and len(self._waiting) < MAX_WAITING:
                     self._waiting[row] = there
                     self._waiting.move_to_end(row, last=False)
 

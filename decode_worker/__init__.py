@@ -1,1 +1,1 @@
-"""Decode worker: grants blocks, receives them, generates and streams tokens."""
+"""Decode role of a node: grants and receives KV blocks, generates and streams tokens, replicates and moves streams."""

@@ -1,4 +1,4 @@
-"""Grants of a decode node: passes reservation requests from the receiver to the engine, and its answers back."""
+"""Grants of a decode node: passes requests to reserve blocks from the receiver to the engine, and the answers back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Grants:
     # On the engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """Pass on the engine's answers to `reserve`, and cancel grants that the engine takes back."""
+        """Relay the engine's answers to `reserve`, and cancel grants that the engine revokes."""
         for event in events:
             if isinstance(event, Reserved):
                 self._base.metrics.grants["granted"].inc()
@@ -44,7 +44,7 @@ class Grants:
             engine.reserve(key, job)
         else:
             self._base.metrics.grants["refused"].inc()
-            self._arrivals.refuse(key, Draining("it is no longer a decode node"))
+            self._arrivals.refuse(key, Draining("this is no longer a decode node"))
 
     def _reservation_failed(self, key: TransferKey, event: ReservationFailed) -> None:
         self._base.metrics.grants["aborted" if event.granted else "refused"].inc()

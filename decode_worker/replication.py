@@ -1,4 +1,4 @@
-"""Replication of running streams: copies their full blocks to a buddy node in the background.
+"""Replication of running streams: copies their full blocks in the background to a buddy node, for recovery.
 
 Few streams replicate at a time, and no stream waits for it. A failed copy is retried together with newer blocks."""
 
@@ -21,34 +21,33 @@ from kvferry.protocol.media import media_within
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.service import Base
 
-MOST = 256
-"""Blocks of one copy."""
+MAX_BLOCKS = 256
+"""Maximum number of blocks in one copy."""
 AT_ONCE = 4
-"""Copies in flight at once; a busy buddy grants them between two of its steps."""
+"""Maximum number of copies in flight; a busy buddy grants them between two of its steps."""
 LOOK_S = 0.02
 """Seconds between two searches for streams to copy."""
 REST = 3
-"""Pause after a copy, as a multiple of the time that its blocks travelled."""
+"""Pause after a copy, as a multiple of its transfer time."""
 SHUN_S = 5.0
 """Seconds for which a buddy gets no copies after it refused, failed or dropped one.
 
 The time doubles with each failure in a row."""
-SHUN_MOST_S = 80.0
-"""Longest time for which a buddy gets no copies, in seconds."""
+MAX_SHUN_S = 80.0
+"""Maximum time for which a buddy gets no copies, in seconds."""
 DEADLINE_S = 30.0
 """Deadline of a copy, in seconds."""
 GRANT_S, STALL_S = 5.0, 1.5
-"""Seconds that a copy may wait for the buddy's grant, and seconds without progress until it fails."""
+"""Maximum time that a copy waits for the buddy's grant, and time without progress until it fails, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaInProgress:
     """Copy in flight.
 
-    length: blocks of the stream that could be copied when the copy was offered. most: blocks that the copy may have.
-    copied: blocks of the stream that the buddy has after it.
-    lent_at: when blocks began to travel. took_s: seconds until all had arrived. given_up: it ended through no fault of
-    the buddy."""
+    length: number of the stream's blocks that could be copied at the time of the offer. most: maximum number of blocks
+    of the copy. copied: number of the stream's blocks that the buddy has after it. lent_at: time at which the transfer
+    began. took_s: duration of the transfer in seconds. given_up: it ended through no fault of the buddy."""
 
     request: Request
     buddy: DecodeTarget
@@ -67,7 +66,7 @@ class Replication:
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self._sender = base, sender
-        self._patience = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
+        self._timeouts = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
         self._lock = threading.Lock()
         self._making: dict[int, ReplicaInProgress] = {}
         self._next = 0.0
@@ -94,25 +93,25 @@ class Replication:
             self._base.require_ready()
         except Draining:
             return
-        under_way = {making.request.key for making in self._making.values()}
-        apart = {buddy for buddy, (until, _) in self._shunned.items() if until > now}
-        for request in engine.copies.due(AT_ONCE - len(under_way), under_way, apart):
+        in_flight = {making.request.key for making in self._making.values()}
+        paused = {buddy for buddy, (until, _) in self._shunned.items() if until > now}
+        for request in engine.copies.due(AT_ONCE - len(in_flight), in_flight, paused):
             self._offer(engine, request)
 
     def _offer(self, engine: Engine, request: Request) -> None:
         job, length = request.job, engine.copies.copyable(request)
         assert job.buddy
         tokens = tuple(request.token_ids[: length * request.block_size])
-        most = MOST + (engine.states.most if engine.states is not None else 0)
+        most = MAX_BLOCKS + (engine.states.most if engine.states is not None else 0)
         copy = Copy(tokens, most, job.namespace, job.adapter, DEADLINE_S, media_within(job.media, len(tokens)))
         with self._lock:  # the grant may come before `offer` returns
-            transfer = self._sender.offer(job.buddy, copy, self, patience=self._patience)
+            transfer = self._sender.offer(job.buddy, copy, self, timeouts=self._timeouts)
             self._making[transfer] = ReplicaInProgress(request, job.buddy, length, most)
 
     def _lend(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
-        """Ship the next blocks; the buddy has those before `first`.
+        """Send the next blocks; the buddy has the blocks before `first`.
 
-        If it now has fewer than it confirmed, it drops what it received, and the copy is aborted."""
+        If it now has fewer than it confirmed before, it evicts replicas, and the copy is aborted."""
         request = making.request
         if request.copied is not None and first < request.copied:
             request.copied = first
@@ -139,9 +138,9 @@ class Replication:
 
     def _shun(self, buddy: DecodeTarget) -> None:
         now = time.monotonic()
-        self._shunned = {each: shun for each, shun in self._shunned.items() if shun[0] + SHUN_MOST_S > now}
+        self._shunned = {each: shun for each, shun in self._shunned.items() if shun[0] + MAX_SHUN_S > now}
         _, before = self._shunned.get(buddy, (now, SHUN_S / 2))
-        long = min(2 * before, SHUN_MOST_S)
+        long = min(2 * before, MAX_SHUN_S)
         self._shunned[buddy] = now + long, long
 
     # Called on the link thread.
@@ -151,7 +150,7 @@ class Replication:
         self._base.engine.submit(lambda engine: self._lend(engine, transfer, making, first_block))
 
     def sent(self, transfer: int) -> None:
-        """Ignored: a copy is given to the sender all at once."""
+        """Do nothing: all blocks of a copy are passed to the sender at once."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         making = self._find(transfer)
@@ -164,7 +163,7 @@ class Replication:
         self._base.engine.submit(done)
         self._base.metrics.copies["done"].inc()
         self._base.metrics.copy_blocks["sent"].inc(stats.blocks)
-        self._base.outflow.note("copy", making.buddy.node_id, stats)
+        self._base.transfer_stats.note("copy", making.buddy.node_id, stats)
 
     def failed(self, transfer: int, error: KvferryError) -> None:
         making = self._find(transfer)

@@ -1,8 +1,9 @@
-"""Decode role: grants blocks to other nodes, takes over their requests, generates, streams tokens to routers.
+"""Decode role of a node: its HTTP endpoints, and the flow of engine events to routers, receiver and senders.
 
-It prefills locally if a router asks for it, and fetches blocks of the prompt from other nodes. It replicates streams to
-their buddies, and migrates them while it drains. Engine, receiver and sender call each other directly (`grants`,
-`replication`, `migration_sender`, `worker.fetch_client`); everything here belongs to the asyncio loop."""
+It grants blocks to other nodes, takes over their requests, generates, and streams tokens to routers. It prefills
+locally if a router asks for it, and fetches blocks of the prompt from other nodes. It replicates streams to buddy
+nodes, and migrates them while it drains. Engine, receiver and sender call each other directly (`grants`, `replication`,
+`migration_sender`, `worker.fetch_client`); everything here belongs to the asyncio loop."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from kvferry.worker.service import Base
 class DecodeService:
     """Service of a decode node: joins HTTP, the engine, the receiver and the senders.
 
-    Implements `worker.service.Service`. endpoints: those of the node, if they exist already."""
+    Implements `worker.service.Service`. endpoints: endpoints of the node, if they already exist."""
 
     def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
@@ -50,8 +51,8 @@ class DecodeService:
         self._looks = CanaryLog(base.metrics)
         self.endpoints = endpoints or Endpoints(base)
         self._grants = Grants(base, self.endpoints.arrivals, self._spans.begin)
-        self._departures = MigrationSender(base, self.endpoints.sender)
-        self._buddies = Replication(base, self.endpoints.sender)
+        self._migrations = MigrationSender(base, self.endpoints.sender)
+        self._replication = Replication(base, self.endpoints.sender)
         self._scale_out = ScaleOut(base, self.accept) if base.settings.enable_scale_out else None
         self._vllm_metrics = VllmMetrics(base) if base.settings.vllm_metrics else None
         base.app.post("/attempts/generate", status_code=202)(self.post_generate)
@@ -68,15 +69,15 @@ class DecodeService:
         self._base.engine.submit(lambda engine: self.endpoints.tiers.add(engine, job), urgent=job.newcomer)
 
     async def post_move(self, request: Request) -> None:
-        """Migrate a stream to another decode node; answered once done, or with why it stays."""
-        await self._departures.move(await read_message(request, MoveRequest), request.is_disconnected)
+        """Migrate a stream to another decode node; answer once it has moved, or with the reason why it stays."""
+        await self._migrations.move(await read_message(request, MoveRequest), request.is_disconnected)
 
     def cancel(self, cancel: CancelRequest) -> None:
-        """Ignored: the engine reports the attempts that end."""
+        """Do nothing: the engine reports the attempts that end."""
 
     def busy(self) -> bool:
         answers = self.endpoints.media.busy() or (self._scale_out is not None and self._scale_out.busy())
-        return answers or bool(self._base.engine.load.open_grants) or self._departures.busy()
+        return answers or bool(self._base.engine.load.open_grants) or self._migrations.busy()
 
     def router_lost(self, router_id: str) -> None:
         self._base.engine.submit(lambda engine: engine.cancel_router(router_id))
@@ -89,8 +90,8 @@ class DecodeService:
 
     def to_link(self, events: Sequence[Event]) -> None:
         self._grants.take(events)
-        self._departures.take(events)
-        self._buddies.take(events)
+        self._migrations.take(events)
+        self._replication.take(events)
         self.endpoints.take(events)
 
     def to_routers(self, events: Sequence[Event]) -> None:
@@ -144,9 +145,9 @@ class CanaryLog:
         self._largest = 0.0
 
     def differs(self, event: CanaryChecked) -> bool:
-        """Count a result; return whether the shipped blocks differ from what this node computes.
+        """Count a result; return whether the received blocks differ from what this node computes.
 
-        Routers must hear of a difference."""
+        Routers must be informed of a difference."""
         self._metrics.canary.looks[event.outcome].inc()
         if event.outcome == "dropped":
             return False
@@ -156,7 +157,7 @@ class CanaryLog:
             return False
         self._metrics.canary.deviations.labels(self._metrics.role, event.sender[0]).inc()
         log.warning(
-            "blocks that %s sent of %s (%d tokens) differ from what this node computes: distance of logits "
+            "blocks that %s sent for %s (%d tokens) differ from what this node computes: distance of logits "
             "%.3g, limit %.3g",
             event.sender[0], event.key[0], event.tokens, event.distance, event.tolerated,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Trace spans of a decode node, one per attempt, from its arrival or grant request to its last token."""
+"""Trace spans of a decode node, one per attempt: from its arrival or grant request to its last token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvferry.engine.request import Key, key_of
 from kvferry.protocol.messages import Job
 from kvferry.runtime.tracing import TRACER, Span
 
-MOST = 4096
-"""Attempts with an open span; beyond it the oldest span ends as forgotten."""
+MAX_OPEN = 4096
+"""Maximum number of open spans; beyond it the oldest span ends as forgotten."""
 
 
 class TraceSpans:
@@ -23,13 +23,13 @@ class TraceSpans:
         self._open: dict[Key, tuple[Span, int]] = {}
 
     def begin(self, job: Job) -> None:
-        """Start a span: an attempt arrived, or a prefill node asks for its blocks."""
+        """Start a span: an attempt arrived, or a prefill node requested blocks for it."""
         if not TRACER.records:
             return
         span = TRACER.start("decode", job.trace, attempt=job.attempt)
         with self._lock:
             self._open[key_of(job)] = (span, len(job.token_ids) - job.prompt_len)
-            oldest = next(iter(self._open)) if len(self._open) > MOST else None
+            oldest = next(iter(self._open)) if len(self._open) > MAX_OPEN else None
         if oldest is not None:
             self._end(oldest, "forgotten")
 

@@ -1,1 +1,1 @@
-"""Encode worker: turns images and audio of prompts into rows, which prefill workers fetch as blocks."""
+"""Encode role of a node: computes embeddings of images and audio, which prefill and decode nodes fetch as blocks."""

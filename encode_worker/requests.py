@@ -1,4 +1,4 @@
-"""Requests to encode nodes: reading and validation."""
+"""Parsing and validation of EncodeRequest, the body of `POST /attempts/encode`."""
 
 from __future__ import annotations
 

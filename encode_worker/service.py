@@ -1,7 +1,8 @@
-"""Encode role: makes the rows of media, keeps them in blocks of its pool, and supplies them to other nodes.
+"""Encode role of a node: computes media embeddings for routers, keeps them in pool blocks for other nodes to fetch.
 
-A router asks for a request's media before it sends the request on, and names this node in the job. The node that
-computes the prompt fetches the blocks like those of a prefix. All state here belongs to the asyncio loop."""
+A router has a request's media encoded before it dispatches the request, and names this node in the job. The node that
+computes the prompt fetches the blocks like those of a prefix. An embedding is a row per token. All state here belongs
+to the asyncio loop."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from kvferry.worker.endpoints import Endpoints
 from kvferry.worker.service import Base
 
 T = TypeVar("T")
-MOST_WAITING = 256
-"""Requests that may wait for the encoder; further ones are refused, and the rows are made elsewhere."""
+MAX_WAITING = 256
+"""Maximum number of requests that wait for the encoder; further ones are refused, and encoded by another node."""
 
 
 class EncodeService:
@@ -39,11 +40,11 @@ class EncodeService:
         base.app.post("/attempts/encode")(self.post_encode)
 
     async def post_encode(self, request: Request) -> Response:
-        """Answer once the rows of all media are in blocks here; a caller that leaves cancels what only it wants."""
+        """Answer once the rows of all media are in blocks; a disconnect cancels work for this caller alone."""
         asked = await read_encode(request)
         self._base.require("encode")
-        if self._running >= MOST_WAITING:
-            raise Overloaded(f"{MOST_WAITING} requests are waiting for the encoder")
+        if self._running >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} requests are waiting for the encoder")
         self._running += 1
         try:
             async with asyncio.timeout(asked.deadline_s):
@@ -73,7 +74,7 @@ class EncodeService:
         """Do nothing: there are no attempts."""
 
     async def _encode(self, asked: EncodeRequest) -> int:
-        """Make the rows that no block holds; return for how many media."""
+        """Compute the rows that no block holds; return the number of media that were encoded."""
         runs = {item.hash: self._blocks.hashes(asked.root, item) for item in asked.media}
         missing = await self._on_engine(lambda engine: [h for h, run in runs.items() if not self._blocks.touch(run)])
         items = list({item.hash: item for item in asked.media if item.hash in missing}.values())
@@ -87,7 +88,7 @@ class EncodeService:
         return len(items)
 
     async def _made(self, root: bytes, items: Sequence[MediaItem], limit_s: float) -> Sequence[torch.Tensor]:
-        """Return the rows that this node's encoder makes. Raises what went wrong."""
+        """Return the rows that this node's encoder computes. Raises the encoder's error."""
         made: asyncio.Future[Sequence[torch.Tensor]] = asyncio.get_running_loop().create_future()
         cancel = self._source.want(
             root, items, lambda outcome: self._base.call_soon(lambda: _settle(made, outcome)), limit_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvferry.protocol.lease import Rates
-from kvferry.worker.stream_rates import StreamRates
+from kvferry.worker.step_time_fit import StepTimeFit
 
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
@@ -18,7 +18,7 @@ class LearnedRates:
 
     def __init__(self, first: Rates | None = None) -> None:
         self.rates = first or Rates()
-        self._streams: StreamRates | None = None
+        self._streams: StepTimeFit | None = None
 
     def first_token(self, computed: int, seconds: float, *, alone: bool) -> None:
         """Learn from the seconds to the first token of a prompt with `computed` computed tokens.
@@ -33,7 +33,7 @@ class LearnedRates:
             return
         self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)
         if self.rates.alone_s:
-            self._streams = self._streams or StreamRates(self.rates.alone_s, WEIGHT)
+            self._streams = self._streams or StepTimeFit(self.rates.alone_s, WEIGHT)
             self._streams.saw(streams, seconds / tokens, pure=True)
             self.rates = replace(self.rates, alone_s=self._streams.alone_s, stream_s=self._streams.stream_s)
 

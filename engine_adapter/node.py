@@ -26,9 +26,9 @@ from kvferry.runtime.http import serve_metrics
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.runtime.suspend_aware_clock import LoopClock
-from kvferry.worker.address import NodeAddress
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.membership import LAST_WORD_S
+from kvferry.worker.node_address import NodeAddress
 
 log = logging.getLogger("kvferry.adapter")
 

@@ -36,8 +36,8 @@ from kvferry.protocol.messages import Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.suspend_aware_clock import LoopClock
-from kvferry.worker.address import NodeAddress
 from kvferry.worker.membership import Membership, new_epoch
+from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.streams import RouterStreams
 
 log = logging.getLogger("kvferry.adapter")

@@ -25,9 +25,9 @@ from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.messages import Job, Pulse
 from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
-from kvferry.worker.address import NodeAddress
-from kvferry.worker.load import WAIT_S, decode_pressure
 from kvferry.worker.membership import Membership
+from kvferry.worker.node_address import NodeAddress
+from kvferry.worker.scaling_signals import WAIT_S, decode_pressure
 from kvferry.worker.streams import RouterStreams
 
 log = logging.getLogger("kvferry.adapter")

@@ -1,1 +1,1 @@
-"""Transfer of KV blocks between nodes: the UCX link, senders, receivers and storage tiers."""
+"""Transfer of KV blocks between nodes: UCX link, senders, receivers and fetches; tiers store blocks elsewhere."""

@@ -1,4 +1,4 @@
-"""Resources that all block transfers of a dock share: link, memory, checksums and send window."""
+"""Resources that all senders and receivers of a node share: link, block memory, checksums and send window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.kv_transfer.send_window import SendWindow
 
 @dataclass(frozen=True, slots=True)
 class BlockPath:
-    """Link, memory, checksums and send window of all block transfers of a dock.
+    """Link, memory, checksums and send window of all block transfers of a node's dock.
 
     verify: share of blocks, 0 to 1, whose checksum is taken. clock: monotonic seconds."""
 

@@ -1,4 +1,4 @@
-"""Block checksums, and the choice of blocks to verify."""
+"""XXH3 checksums of KV blocks, computed on the link thread or on a thread of their own, and the choice of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALGORITHM = "xxh3"
 
 XXH3 gives 64 bits at the speed of memory; CRC32 has a seventh of that speed."""
 AT_ONCE = 64
-"""Most blocks whose checksums are computed and reported in one call."""
+"""Maximum number of blocks whose checksums are computed and reported in one call."""
 MAX_CHECKSUM = (1 << 63) - 1
 """Largest checksum: 63 bits."""
 UNVERIFIED = -1
@@ -86,10 +86,10 @@ class ThreadedChecksums:
             blocks = [self._given.popleft() for _ in range(min(len(self._given), AT_ONCE))]
             values = self._digests([buffer for buffer, _ in blocks])
             taken = [(done, value >> 1) for (_, done), value in zip(blocks, values, strict=True)]
-            self._submit(lambda taken=taken: _tell(taken))  # type: ignore[misc]
+            self._submit(lambda taken=taken: _report(taken))  # type: ignore[misc]
 
 
-def _tell(taken: list[tuple[Callable[[int], None], int]]) -> None:
+def _report(taken: list[tuple[Callable[[int], None], int]]) -> None:
     for done, value in taken:
         done(value)
 

@@ -1,4 +1,4 @@
-"""Validation of control messages from the wire: field types and bounds.
+"""Validation of control messages from the wire: `read` decodes one, and checks its field types and bounds.
 
 The codec checks only the number of fields, and a peer may have another version or be broken."""
 
@@ -37,6 +37,7 @@ Check = Callable[[Any], bool]
 INTEGERS = range(-(1 << 63), 1 << 63)
 """Integers that fit into 64 bits with sign."""
 MAX_DEADLINE_S = 1e9
+"""Maximum time until a request's deadline, in seconds."""
 
 
 def read(data: bytes, expected: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Dock: the single handler of a node's link, which dispatches messages to mounted endpoints.
+"""Dock: the single handler of a node's link, which passes each message to the sender, receiver or fetch endpoint.
 
 Endpoints are the sender, receiver, fetch client and fetch server. The dock routes messages to them by class, checks the
 deadlines of their transfers in one periodic sweep, and fails their transfers when a connection closes. A node's role
-decides which endpoints it mounts."""
+decides which endpoints it mounts. Memory is quiet once no operation can touch it any more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SWEEP_S = 0.25
 """Seconds between two sweeps over the deadlines."""
 QUIESCE_TIMEOUT_S = 10.0
-"""Seconds without progress of an ended transfer's operations after which the dock closes their connection."""
+"""Seconds without progress after which the dock closes the connection of an ended transfer's operations."""
 
 
 class Endpoint(Protocol):
@@ -34,7 +34,7 @@ class Endpoint(Protocol):
 
     @property
     def takes(self) -> tuple[type, ...]:
-        """Return the message classes that it handles; no two endpoints of a dock share one."""
+        """Return the message classes that this endpoint handles; no two endpoints of a dock share one."""
 
     @property
     def transfers(self) -> Transfers[Any]:
@@ -62,7 +62,7 @@ class Dock:
     `submit` may be called from any thread, `mount`, `start` and `stop` by the dock's owner. Everything else runs on the
     link thread.
 
-    name       of this node, as it tells its peers
+    name       name of this node, which its peers receive
     path       link, memory, checksums and send window of all blocks
     verify     share of blocks, 0 to 1, whose checksum is taken
     checksums  by default those for blocks in host memory
@@ -110,7 +110,7 @@ class Dock:
         self.link.submit(call)
 
     def dial(self, address: str) -> Peer:
-        """Return the connection to the address, which all endpoints share; begin one if there is none."""
+        """Return the connection to the address, which all endpoints share; connect if there is none."""
         return self._dialled.peer(address)
 
     def send(self, peer: Peer, message: Any) -> None:
@@ -122,11 +122,11 @@ class Dock:
         return peer in self._closing
 
     def hears(self, peer: Peer) -> bool:
-        """Return whether a message came on this connection, and it is still open."""
+        """Return whether this connection is still open and has received a message."""
         return peer in self._heard
 
     def drop(self, peer: Peer, error: Exception) -> None:
-        """Close the connection and fail all its transfers now; they become quiet once the link reports the close.
+        """Close the connection and fail all its transfers now; their memory is quiet once the link reports the close.
 
         Repeated calls do nothing. Only closing the connection ends an operation whose other side may never answer."""
         if peer in self._closing:
@@ -157,7 +157,7 @@ class Dock:
         try:
             message = read(data, tuple(self._routes))
         except WireError as error:
-            log.warning("%s is dropped: %s", peer, error)
+            log.warning("closing the connection to %s: %s", peer, error)
             self.drop(peer, error)
             return
         self._heard.add(peer)
@@ -175,7 +175,7 @@ class Dock:
     def _sweep(self) -> None:
         """Call `overdue` for every transfer past its deadline.
 
-        It schedules the next sweep first, so that an error of an endpoint cannot stop the sweeps."""
+        Schedules the next sweep first, so that an endpoint's error cannot stop the sweeps."""
         now = self.clock()
         late = [(endpoint, transfer) for endpoint in self._endpoints for transfer in endpoint.transfers.late(now)]
         self._sweeping = False
@@ -193,7 +193,7 @@ class OutboundConnections:
         self._peers: dict[str, Peer] = {}
 
     def peer(self, address: str) -> Peer:
-        """Return the connection to the address; begin one if there is none."""
+        """Return the connection to the address; connect if there is none."""
         if address not in self._peers:
             self._peers[address] = self._link.connect(address)
         return self._peers[address]

@@ -1,4 +1,4 @@
-"""Fetch protocol between nodes: asks a node for KV blocks, and answers a node that asks.
+"""Fetch protocol: FetchClient requests cached KV blocks or embeddings of another node, FetchServer receives requests.
 
 The blocks themselves travel as a ship: the holder requests a grant on the connection on which it was asked. A fetch has
 its own deadline and is not retried, because the asking node can always compute the blocks instead."""
@@ -32,8 +32,8 @@ class FetchEvents(Protocol):
 class OpenFetch:
     """A fetch in flight.
 
-    events: hears of its end. grant: set when the holder requests a grant for the blocks. deadline: of the whole fetch,
-    on the dock's clock."""
+    events: notified of its end. grant: set when the holder requests a grant for the blocks. deadline: of the whole
+    fetch, in seconds of the dock's clock."""
 
     fetch: int
     events: FetchEvents
@@ -48,7 +48,7 @@ class OpenFetch:
 
 
 class FetchClient:
-    """Requests blocks from other nodes. Implements kv_transfer.dock.Endpoint.
+    """Client that requests blocks from other nodes. Implements kv_transfer.dock.Endpoint.
 
     `ask` and `give_up` may be called from any thread; everything else runs on the link thread.
 
@@ -71,15 +71,15 @@ class FetchClient:
         asker: DecodeTarget,
         first: int,
         hashes: Sequence[bytes],
-        patience_s: float,
+        timeout_s: float,
         *,
         embeddings: bool = False,
     ) -> int:
-        """Ask the node at a link address for the blocks of `hashes` from index `first` on; return the fetch number.
+        """Ask the node at link address `holder` for the blocks of `hashes` from index `first` on; return the number.
 
-        patience_s: seconds until the fetch fails. embeddings: see `Fetch`."""
+        timeout_s: seconds until the fetch fails. embeddings: see `Fetch`."""
         number = next(self._numbers)
-        fetch = Fetch(number, asker, first, b"".join(hashes), patience_s, embeddings)
+        fetch = Fetch(number, asker, first, b"".join(hashes), timeout_s, embeddings)
         self._dock.submit(lambda: self._ask(events, holder, fetch))
         return number
 
@@ -88,7 +88,7 @@ class FetchClient:
         self._dock.submit(lambda: self._give_up(number))
 
     def supplied(self, key: TransferKey, supply: Supply | EmbeddingSupply) -> bool:
-        """Bind a requested grant to its fetch; return False if no fetch waits for it, or one that has a grant."""
+        """Bind a requested grant to its fetch; return False if no fetch waits for it, or if the fetch has a grant."""
         fetch = self.transfers.find(supply.fetch)
         if fetch is None or fetch.grant is not None or fetch.peer != key[0]:
             return False
@@ -97,7 +97,7 @@ class FetchClient:
         return True
 
     def ended(self, key: TransferKey) -> int | None:
-        """End the fetch of a grant that ended or was refused here; return the fetch's number, if it was awaited."""
+        """End the fetch of a grant that ended or was refused here; return the fetch's number, if it was in flight."""
         fetch = self._by_grant.get(key)
         if fetch is None:
             return None
@@ -122,7 +122,7 @@ class FetchClient:
         """Do nothing: the fetch ended when its connection began to close."""
 
     def overdue(self, fetch: OpenFetch) -> None:
-        error = DeadlineExceeded("the blocks did not come in time")
+        error = DeadlineExceeded("the blocks did not arrive in time")
         if fetch.grant is not None:
             self._cancel(fetch.grant, error)
         else:
@@ -147,7 +147,7 @@ class FetchClient:
 
 
 class FetchServer:
-    """Receives the fetches of other nodes. Implements kv_transfer.dock.Endpoint.
+    """Server that receives the fetches of other nodes. Implements kv_transfer.dock.Endpoint.
 
     wanted: called for each fetch, on the link thread. A repeated fetch is passed on again; the asking node refuses
     grants that it does not need."""
@@ -160,7 +160,7 @@ class FetchServer:
         dock.mount(self)
 
     def deny(self, peer: Peer, fetch: Fetch, error: KvferryError) -> None:
-        """Answer that no blocks come. Thread-safe."""
+        """Answer that the node sends no blocks. Thread-safe."""
         answer = NoSupply(fetch.transfer, error.code, error.message)
         self._dock.submit(lambda: self._dock.send(peer, answer))
 

@@ -1,4 +1,4 @@
-"""Mutual authentication of a link connection: each side proves that it knows the cluster secret.
+"""Mutual authentication of a link connection: each side proves that it knows the cluster secret; settings must match.
 
     accepting → CHALLENGE   mark, wire version, nonce
     dialling  → HELLO       mark, wire version, nonce, proof, Terms
@@ -32,8 +32,8 @@ OTHER_SECRET = "the two nodes do not share a cluster secret"
 class HandshakeTerms:
     """Secrets and shared settings that this node brings to a handshake.
 
-    secrets: read anew at each handshake. The node dials with the first one and accepts all. A single empty one means
-    that the cluster has no secret."""
+    secrets: read at each handshake. The node dials with the first one and accepts all. A single empty one means that
+    the cluster has no secret."""
 
     secrets: Callable[[], Sequence[bytes]] = field(default=lambda: (b"",), repr=False)
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Handshake:
 
         Raises WireError, or Incompatible with the reason to send to the other side."""
         if len(hello) < FIRST_BYTES + PROOF_BYTES:
-            raise WireError("not a greeting of the link protocol")
+            raise WireError("not a handshake of the link protocol")
         self._take_first(hello[:FIRST_BYTES])
         proof, body = hello[FIRST_BYTES : FIRST_BYTES + PROOF_BYTES], hello[FIRST_BYTES + PROOF_BYTES :]
         for secret in self._secrets:

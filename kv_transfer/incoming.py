@@ -1,4 +1,4 @@
-"""Inbound blocks of one transfer: posts receives and compares checksums with the sender's.
+"""Inbound blocks of one grant: posts receives into the pool, and compares checksums with the sender's.
 
 This module knows no jobs and no tokens."""
 
@@ -20,8 +20,8 @@ class Incoming:
     """Receives the prompt blocks of one grant into memory. Runs on the link thread.
 
     in_flight  receives not completed, including those not posted yet
-    moved()    runs after each block that lands and each checksum that ends
-    broken(e)  runs when a receive fails: the connection must be closed
+    moved()    called after each block that arrives and each checksum that is computed
+    broken(e)  called when a receive fails: the connection must be closed
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Incoming:
         self._given_up = True
 
     def closed(self) -> None:
-        """Give all buffers back: the connection is closed and no receive touches memory any more."""
+        """Return all buffers to the memory: the connection is closed and no receive touches memory any more."""
         self.in_flight = 0
         while self._lent:
             self._path.memory.give_back(self._lent.popitem()[1])

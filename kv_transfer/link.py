@@ -1,7 +1,7 @@
-"""Link interface: moves control messages and KV blocks between processes.
+"""Interface of a link between nodes, which moves control messages and KV blocks; `ucx` implements it.
 
-Implementations: `ucx`, and among the tests a deterministic one within a process and a faulty one. One thread owns a
-link. `submit`, `start` and `stop` may be called from other threads; all other calls, and all callbacks, run on it."""
+The tests have a deterministic implementation within one process and a faulty one. One thread owns a link. `submit`,
+`start` and `stop` may be called from other threads; all other calls, and all callbacks, run on the link thread."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 MAX_MESSAGE_BYTES = 4 << 20
+"""Maximum size of a control message in bytes."""
 Peer = Hashable
 Done = Callable[[Exception | None], None]
 
@@ -34,7 +35,7 @@ class Link(Protocol):
 
     @property
     def address(self) -> str:
-        """Return the host:port that peers connect to; known once `start` returned."""
+        """Return the host:port that peers connect to; known once `start` has returned."""
 
     def start(self, handler: LinkHandler) -> None:
         """Open the listener and start the thread. Raises ConfigError naming the remedy."""
@@ -55,7 +56,9 @@ class Link(Protocol):
         """Queue a control message of at most MAX_MESSAGE_BYTES."""
 
     def send_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
-        """Send a buffer to the receive with this tag. `done(None)`: the buffer may be reused; it may be in flight."""
+        """Send a buffer to the receive with this tag.
+
+        `done(None)`: the buffer may be reused, although its bytes may still be in flight."""
 
     def receive_block(self, peer: Peer, tag: int, buffer: Any, done: Done) -> None:
         """Post a receive into this buffer under a tag. `done(None)`: the bytes arrived.
@@ -64,7 +67,7 @@ class Link(Protocol):
         to complete the receives that it will not fill."""
 
     def disconnect(self, peer: Peer, quiet: Callable[[], None]) -> None:
-        """Force the endpoint closed.
+        """Force the connection closed.
 
         When `quiet` runs, every `done` of this peer has been called and nothing touches the buffers of its operations
         any more."""

@@ -1,7 +1,7 @@
-"""Listening sockets of a link, and name resolution for dialling.
+"""Listening sockets of a link, and a Resolver of the host names that the link connects to.
 
-Sockets are bound only to the addresses of the given host. Name resolution may take many seconds, so it never runs on
-the link thread."""
+Sockets are bound only to the addresses of the given host. Name resolution may take many seconds, so it runs on threads
+of its own, never on the link thread."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvferry.protocol.errors import NodeLost, Retryable, reason
 from kvferry.runtime.address import knows_ipv6, parse_host_port
 
 BACKLOG = 256
-"""Length of the queue of connections not accepted yet."""
+"""Maximum number of connections that wait to be accepted."""
 MAX_LOOKUPS = 8
-"""Most concurrent name lookups. A lookup cannot be cancelled, so it occupies its thread until it ends."""
+"""Maximum number of concurrent name lookups. A lookup cannot be cancelled, so it occupies its thread until it ends."""
 Address = tuple[Any, ...]
 """Address of a socket, as `connect` takes it."""
 Found = Callable[[socket.AddressFamily, Address], None]
@@ -28,10 +28,10 @@ Found = Callable[[socket.AddressFamily, Address], None]
 def listeners(host: str, port: int) -> list[socket.socket]:
     """Return a listening socket for each address of the host, all on the same port. Raises OSError.
 
-    The port may be one that a just killed process held. `::` stands for every address, of both families if the machine
+    A process that was just killed may have held the port. `::` means every address, of both families if the machine
     supports IPv6."""
-    bare = host.strip("[]")
-    name = None if bare in ("", "::") else bare
+    unbracketed = host.strip("[]")
+    name = None if unbracketed in ("", "::") else unbracketed
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Outbound blocks of one transfer: sends them within the send window and collects their checksums.
+"""Outbound blocks of one grant: sends them within the send window, and collects their checksums for the commit.
 
 This module knows no jobs and no tokens."""
 
@@ -24,10 +24,10 @@ FILLERS_AT_ONCE = 64
 class Outgoing:
     """Sends blocks into the receives of one grant, within the send window. Runs on the link thread.
 
-    in_flight  sends not ended
-    bytes      of all blocks sent or being sent
-    moved()    runs after each send or checksum that ends
-    broken(e)  runs when a send fails: the connection is unusable
+    in_flight  number of sends that have not ended
+    bytes      total size of all blocks sent or being sent
+    moved()    called after each send or checksum that ends
+    broken(e)  called when a send fails: the connection is unusable
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Outgoing:
 
     @property
     def posted(self) -> int:
-        """Return the number of blocks posted or excluded so far."""
+        """Return the number of blocks posted or excluded."""
         return len(self._sums.by_index)
 
     @property
@@ -110,20 +110,20 @@ class Outgoing:
         self._send()
 
     def closed(self) -> None:
-        """Give all buffers back: the connection is closed and no send is in flight any more."""
+        """Return all buffers to the memory: the connection is closed and no send is in flight any more."""
         self.in_flight = self._unsummed = 0
         while self._lent:
             self._path.memory.give_back(self._lent.popitem()[1])
         self.stop()
 
     def checksums(self) -> tuple[int, ...] | None:
-        """Return the checksums of the posted blocks in order; empty if none are taken, None while one is missing."""
+        """Return the checksums of the posted blocks in order; empty if checksums are off, None while one is missing."""
         if self._waiting or self._unsummed or self._sums.pending:
             return None
         return tuple(value for _, value in sorted(self._sums.by_index.items())) if self._path.verify > 0 else ()
 
     def sent_before(self, now: float) -> float:
-        """Return the seconds until now during which sends were in flight."""
+        """Return the time before `now` during which sends were in flight, in seconds."""
         return self._sending_s + (max(0.0, now - self._began_at) if self.in_flight else 0.0)
 
     def _is_wanted(self, index: int) -> bool:
@@ -183,7 +183,7 @@ class Outgoing:
 
 
 class _Fillers:
-    """Sends single bytes into receives that no block will complete.
+    """Single bytes sent into receives that no block will complete.
 
     Fillers touch no block, so they do not count as in flight."""
 

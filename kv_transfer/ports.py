@@ -1,4 +1,4 @@
-"""Interfaces through which the dock, sender and receiver reach the worker's engine and KV pool.
+"""Interfaces that a worker implements for the dock, sender and receiver: block memory, events of ships and grants.
 
 All calls come on the link thread; a worker passes them to the engine's inbox. The engine may answer
 (`Receiver.granted`, `Sender.ship`, ...) from any thread."""
@@ -48,7 +48,7 @@ class BlockMemory(Protocol):
 class ShipStats:
     """Statistics of a finished ship.
 
-    blocks, bytes  sent
+    blocks, bytes  number and total size of the blocks sent
     sending_s      seconds with sends in flight
     ship_s         seconds with sends in flight, or between `commit` and its acknowledgement
     exposed_s      part of ship_s after the call of `commit`
@@ -62,18 +62,18 @@ class ShipStats:
 
 
 class ShipEvents(Protocol):
-    """Events of one offered ship, on the prefill side: exactly one of `done` and `failed`, then `quiet`."""
+    """Events of one offered ship, on the sending side: exactly one of `done` and `failed`, then `quiet`."""
 
     def granted(self, transfer: int, first_block: int) -> None:
-        """Handle the grant: decode reserved blocks.
+        """Handle the grant: the receiving node reserved blocks.
 
-        It already has the prompt blocks before first_block, which need not be shipped."""
+        It already has the prompt blocks before first_block, which need not be sent."""
 
     def sent(self, transfer: int) -> None:
         """Handle the end of all sends posted so far; called again after later blocks."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
-        """Handle decode's acknowledgement of the commit."""
+        """Handle the receiver's acknowledgement of the commit."""
 
     def failed(self, transfer: int, error: KvferryError) -> None:
         """Handle the ship's failure. Its blocks may not be reused before `quiet`."""
@@ -83,27 +83,27 @@ class ShipEvents(Protocol):
 
 
 TransferKey = tuple[Any, int]
-"""(peer, transfer): key of a grant on the decode side."""
+"""(peer, transfer): key of a grant on the receiving side."""
 
 
 class GrantEvents(Protocol):
-    """Calls of the receiver to the decode engine.
+    """Calls of the receiver to the engine of its node.
 
-    After `reserve` was answered with blocks, exactly one of `ready` and `failed` comes. One `quiet` follows `failed`.
-    """
+    After `reserve` was answered with blocks, exactly one of `ready` and `failed` follows. `failed` is followed by one
+    `quiet`."""
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
         """Reserve blocks for a request, copy or supply; answer with Receiver.granted or Receiver.refused."""
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
-        """Use the blocks: all landed and were verified, and the commit came.
+        """Use the blocks: all arrived and were verified, and the commit arrived.
 
         The request may run now; a copy or supply is complete."""
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
         """Handle the failure of a grant; its blocks may still be written to until `quiet`.
 
-        It also comes for a `reserve` that is not answered yet. If the engine grants that one later, it releases the
+        Also called for a `reserve` that is not answered yet. If the engine grants that request later, it releases the
         blocks when the receiver calls `quiet`."""
 
     def quiet(self, key: TransferKey) -> None:

@@ -1,9 +1,9 @@
-"""Receiving side of a ship (transfer of one request's KV blocks): reserves, receives, verifies and hands over.
+"""Receiving side of a ship (transfer of KV blocks, on any node): reserves, receives, verifies and hands over blocks.
 
 States: see receiver_grant. Block receives: see incoming. A failed grant is quiet (its memory is not written any more)
-when all its receives have completed: the sender completes those that it will not fill with a single byte each (see
-sender). Nothing is cancelled, because UCX goes on writing after a cancel. If the sender does not complete them in time,
-the whole connection is closed, which makes every receive on it quiet."""
+when all its receives have completed: the sender ends each receive that it will not fill by sending one byte (see
+sender). Nothing is cancelled, because UCX continues to write after a cancel. If the sender does not complete them in
+time, the whole connection is closed, which makes every receive on it quiet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvferry.protocol.link_messages import Abort, Commit, CommitAck, Grant, Gran
 from kvferry.protocol.messages import Job
 
 POSTED_AT_ONCE = 128
-"""Receives posted in one turn of the link thread."""
+"""Number of receives posted in one turn of the link thread."""
 
 
 class Receiver:
@@ -32,8 +32,8 @@ class Receiver:
 
     `granted`, `refused` and `cancel` may be called from any thread; everything else runs on the link thread.
 
-    epoch        of this process: requests for an earlier one are refused with node_lost
-    fingerprint  of this node: requests for another one are refused with incompatible
+    epoch        epoch of this process: requests for another epoch are refused with fenced
+    fingerprint  fingerprint of this node: requests for another one are refused with incompatible
     """
 
     takes = (GrantRequest, Commit, Abort)
@@ -58,7 +58,7 @@ class Receiver:
         self._dock.submit(lambda: self._refused(key, error))
 
     def cancel(self, key: TransferKey, error: KvferryError) -> None:
-        """Cancel the grant: `failed` with this error comes, then `quiet`. Does nothing if the grant has ended."""
+        """Cancel the grant: `failed` is called with this error, then `quiet`. Do nothing if the grant has ended."""
         self._dock.submit(lambda: self._cancel(key, error))
 
     # Link thread: answers of the engine.
@@ -87,10 +87,9 @@ class Receiver:
         self._post_more(grant, POSTED_AT_ONCE)
 
     def _post_more(self, grant: OpenGrant, most: int) -> None:
-        """Post up to `most` receives; after the last one, send the grant. So no block ever arrives unexpected.
+        """Post up to `most` receives; after the last one, send the grant. So no block arrives before its receive.
 
-        A long prompt has thousands of receives. They are posted in slices, so that other ships have their turns in
-        between."""
+        A long prompt has thousands of receives. They are posted in slices, so that other ships proceed in between."""
         assert grant.blocks is not None
         grant.blocks.post(most)
         if grant.blocks.posted:
@@ -129,7 +128,7 @@ class Receiver:
             self._committed(grant, message)
         else:
             unposted = grant.state is GrantState.NEW
-            self._fail(grant, Cancelled(f"the prefill node aborted: {message.reason}"), tell=unposted)
+            self._fail(grant, Cancelled(f"the sender aborted: {message.reason}"), tell=unposted)
 
     def forget(self, peer: Peer) -> None:
         self._senders.forget(peer)
@@ -147,9 +146,9 @@ class Receiver:
         if grant.live:
             self._fail(grant, grant.lateness(), tell=True)
         elif grant.in_flight:
-            self._dock.drop(grant.peer, TransferFailed(f"receives did not complete for {QUIESCE_TIMEOUT_S:g} s"))
+            self._dock.drop(grant.peer, TransferFailed(f"receives did not complete within {QUIESCE_TIMEOUT_S:g} s"))
 
-    # Link thread: messages of prefill.
+    # Link thread: messages from the sender.
 
     def _requested(self, peer: Peer, request: GrantRequest) -> None:
         known = self.transfers.find((peer, request.transfer)) is not None
@@ -173,13 +172,14 @@ class Receiver:
             self._fail(grant, TransferFailed(text), tell=True)
             return
         if (commit.first is None) == isinstance(grant.asked, Job):
-            self._fail(grant, TransferFailed("a grant for a job needs a first token, and only such a grant"), tell=True)
+            text = "a commit carries a first token if and only if its grant is for a job"
+            self._fail(grant, TransferFailed(text), tell=True)
             return
         grant.commit = commit
         self._advance(grant)
 
     def _moved(self, grant: OpenGrant) -> None:
-        """Advance the grant after a block landed or its checksum was taken."""
+        """Advance the grant after a block arrived or its checksum was taken."""
         if grant.state is GrantState.GRANTED:
             grant.move(GrantState.RECEIVING)
         if not grant.live:
@@ -188,7 +188,7 @@ class Receiver:
         self._settle(grant)
 
     def _advance(self, grant: OpenGrant) -> None:
-        """Move to LANDED when every receive completed; to READY when also the commit came and every checksum agrees."""
+        """Move to LANDED when every receive has completed, and to READY once committed with matching checksums."""
         if grant.state in (GrantState.GRANTED, GrantState.RECEIVING) and not grant.in_flight:
             grant.move(GrantState.LANDED)
             if grant.count:
@@ -216,7 +216,7 @@ class Receiver:
         if grant.blocks is not None:
             grant.blocks.give_up()
             if not grant.blocks.posted and not self._dock.is_closing(grant.peer):
-                self._post_more(grant, grant.blocks.count)  # the sender completes only receives of a grant that it got
+                self._post_more(grant, grant.blocks.count)  # the sender ends receives only of a grant it received
         if tell:
             self._refuse(grant.peer, grant.transfer, error)
         self._events.failed(grant.key, error)

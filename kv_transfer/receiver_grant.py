@@ -1,4 +1,4 @@
-"""State machine of a grant (blocks reserved for one ship) on the receiving side."""
+"""State machine of a grant (blocks reserved for one ship) on the receiving side; Receiver drives it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.protocol.errors import DeadlineExceeded, Fenced, Incompatible, Kvfe
 from kvferry.protocol.link_messages import Asked, Commit, Grant, GrantRequest
 
 COMMIT_TIMEOUT_S = 15.0
-"""Seconds to wait for the commit after the last block landed; a later commit counts as lost."""
+"""Maximum time between the last block's arrival and the commit, in seconds; a later commit counts as lost."""
 
 
 class GrantState(StrEnum):
     """State of a grant, until it is handed over to the engine (READY).
 
-    LANDED: every receive completed. QUIESCING: failed; receives in flight or the engine's answer are awaited. QUIET: no
-    receive touches memory any more."""
+    LANDED: every receive completed. QUIESCING: failed; waits for receives in flight or for the engine's answer. QUIET:
+    no receive touches memory any more."""
 
     NEW = "new"
     GRANTED = "granted"
@@ -87,7 +87,7 @@ class OpenGrant:
     def lateness(self) -> KvferryError:
         """Return the error for a passed deadline, which says what did not arrive in time."""
         if self.state is GrantState.LANDED and self.count:
-            return TransferFailed(f"no commit for {COMMIT_TIMEOUT_S:g} s after the last block")
+            return TransferFailed(f"no commit within {COMMIT_TIMEOUT_S:g} s of the last block")
         return DeadlineExceeded("the request's deadline passed before its blocks arrived")
 
     def move(self, new: GrantState) -> None:
@@ -99,9 +99,7 @@ class OpenGrant:
 def objection(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
     """Return the error for a request that this process cannot grant, or None."""
     if request.fingerprint != fingerprint:
-        return Incompatible(
-            f"this decode node's fingerprint is {fingerprint}, the prefill node expects {request.fingerprint}"
-        )
+        return Incompatible(f"this node's fingerprint is {fingerprint}, but the sender expects {request.fingerprint}")
     if request.epoch != epoch:
-        return Fenced(f"this decode node is epoch {epoch}, the request is for {request.epoch}")
+        return Fenced(f"this node is at epoch {epoch}; the request is for {request.epoch}")
     return None

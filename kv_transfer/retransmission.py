@@ -1,4 +1,4 @@
-"""Retransmission of control messages: the sender repeats unanswered messages, the receiver repeats its answers."""
+"""Retransmission of control messages of ships: senders repeat unanswered messages, receivers repeat their answers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Question:
         self._pause_s = REPEAT_S
 
     def ask(self, message: bytes, now: float) -> bytes:
-        """Record a message that is sent now and needs an answer; return it."""
+        """Record a message that is being sent and needs an answer; return it."""
         self.message, self._pause_s, self.repeat_at = message, REPEAT_S, now + REPEAT_S
         return message
 
     def answered(self) -> None:
-        """Stop repeating: the answer came or is not needed any more."""
+        """Stop repeating: the answer arrived or is not needed any more."""
         self.message, self.repeat_at = b"", inf
 
     def due(self, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Self-test of the UCX link: a transfer between two ends in this process shows whether UCX works and how fast it is."""
+"""Self-test of the UCX link: sends blocks between two links of this process, checks them and measures the rate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _End:
 
 
 def self_test(transports: str = "", net_devices: str = "", size_bytes: int = 16 << 20) -> TransferResult:
-    """Move size_bytes (rounded up to whole blocks) a few times and compare. Raises ConfigError naming the remedy."""
+    """Send size_bytes (rounded up to whole blocks) ROUNDS times and compare. Raises ConfigError naming the remedy."""
     host = _host(net_devices)
     near, far = _End(), _End()
     sender = UcxLink(host, transports=transports, net_devices=net_devices)
@@ -148,6 +148,6 @@ class _Counter:
 
 def _failed(error: Exception | None) -> ConfigError:
     return ConfigError(
-        f"the UCX self-test failed: {error}. Try --ucx-transports tcp, name a device with --ucx-net-devices, and see "
+        f"the UCX self-test failed: {error}. Try --ucx-transports tcp, name a device with --ucx-net-devices, and check "
         "that no firewall drops local connections"
     )

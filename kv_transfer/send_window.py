@@ -1,7 +1,7 @@
-"""Send window: bounds the blocks in flight per node, so that queued blocks do not delay other traffic.
+"""Send window: bounds the bytes of KV blocks in flight per node, so that queued blocks do not delay other traffic.
 
-Nothing overtakes an operation in UCX's queues, not even a control message. All ships with data to send share one window
-equally. A ship that joins waits for at most one window, and a ship whose sends do not end holds only its own share."""
+UCX processes its queue in order, control messages included. All ships with data to send share one window equally. A
+ship that joins waits for at most one window, and a ship whose sends do not end holds only its own share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ WINDOW_BYTES = 2 << 20
 """Bytes in flight per node.
 
 Keeps a link of 5 GB/s busy while the link thread pauses for half a millisecond; takes 2 ms on a link of 10 Gbit/s."""
-MOST_BLOCKS = 64
-"""Limit of blocks in flight, whatever their size, because each block costs the link thread time."""
+MAX_BLOCKS_IN_FLIGHT = 64
+"""Maximum number of blocks in flight, whatever their size, because each block costs the link thread time."""
 
 
 class SendWindow:
@@ -32,5 +32,5 @@ class SendWindow:
         """Return the number of blocks of this size that each ship may have in flight.
 
         At least 1, and at least 2 for a ship that is alone, so that blocks follow each other without a pause."""
-        blocks = min(max(2, self._bytes // max(1, block_bytes)), MOST_BLOCKS)
+        blocks = min(max(2, self._bytes // max(1, block_bytes)), MAX_BLOCKS_IN_FLIGHT)
         return max(1, blocks // max(1, len(self._ships)))

@@ -1,10 +1,10 @@
-"""Sending side of a ship (transfer of one request's KV blocks): offers, sends, commits and handles failures.
+"""Sending side of a ship (transfer of KV blocks, on any node): offers, sends and commits blocks, and handles failures.
 
-States: see sender_ship. Block sends: see outgoing. One connection per decode address carries all ships; it is made
-again after a loss. UCX may go on writing after a cancelled receive, so the receiver cancels nothing. Its memory is
+States: see sender_ship. Block sends: see outgoing. One connection per receiving address carries all ships; it is made
+again after a loss. UCX may continue to write after a cancelled receive, so the receiver cancels nothing. Its memory is
 quiet (not written any more) when all its receives have completed. So a ship that fails after its grant sends a single
-byte to each receive that it will not fill. A ship that fails or stalls ends alone. The connection is closed, with all
-ships on it, only after an error of the connection or if sends do not end even then."""
+byte to each receive that it will not fill. The failure or stall of one ship does not affect other ships. The connection
+is closed, with all ships on it, only after an error of the connection or if the failed ship's sends do not end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sender:
 
     `offer`, `ship`, `commit` and `abort` may be called from any thread; everything else runs on the link thread.
 
-    events                        receives the events of offers without events of their own
-    grant_timeout, stall_timeout  seconds, for offers without timeouts of their own (see ShipTimeouts)
+    events                        receives the events of offers made without `events`
+    grant_timeout, stall_timeout  seconds, for offers made without `timeouts` (see ShipTimeouts)
     """
 
     takes = (Grant, Refusal, CommitAck)
@@ -40,7 +40,7 @@ class Sender:
         self, dock: Dock, events: ShipEvents | None = None, *, grant_timeout: float = 30.0,
         stall_timeout: float = STALL_TIMEOUT_S,
     ):  # fmt: skip
-        self._dock, self._events, self._patience = dock, events, ShipTimeouts(grant_timeout, stall_timeout)
+        self._dock, self._events, self._timeouts = dock, events, ShipTimeouts(grant_timeout, stall_timeout)
         self._lock = threading.Lock()
         self._last_transfer = 0
         self.transfers: Transfers[Ship] = Transfers(dock.watch)
@@ -50,17 +50,17 @@ class Sender:
 
     def offer(
         self, target: DecodeTarget, asked: Asked, events: ShipEvents | None = None, peer: Peer = None,
-        patience: ShipTimeouts | None = None,
+        timeouts: ShipTimeouts | None = None,
     ) -> int:  # fmt: skip
-        """Ask the decode node for a grant; return the transfer id.
+        """Ask the target node for a grant; return the transfer id.
 
-        Events of the ship go to `events` if given. peer: the connection on which the node asked for the blocks, if it
+        events: receives the events of this ship. peer: the connection on which the node asked for the blocks, if it
         did."""
         with self._lock:
             self._last_transfer = transfer = self._last_transfer + 1
             hears = events or self._events
             assert hears is not None
-            self._dock.submit(lambda: self._offer(transfer, target, asked, hears, peer, patience or self._patience))
+            self._dock.submit(lambda: self._offer(transfer, target, asked, hears, peer, timeouts or self._timeouts))
         return transfer
 
     def ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
@@ -84,14 +84,14 @@ class Sender:
     # Link thread: calls of the engine.
 
     def _offer(
-        self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, patience: ShipTimeouts
+        self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, timeouts: ShipTimeouts
     ) -> None:
         peer, now = asker or self._dock.dial(target.link_address), self._dock.clock()
-        ship = Ship(transfer, events, target.node_id, peer, now + patience.grant_s, self._dock.name, patience)
+        ship = Ship(transfer, events, target.node_id, peer, now + timeouts.grant_s, self._dock.name, timeouts)
         self.transfers.add(ship)
         data = pack(GrantRequest(transfer, target.epoch, target.fingerprint, asked))
         heard = asker is None or self._dock.hears(asker)
-        error = too_long(asked, len(data)) if heard else NodeLost("it disconnected after it asked for blocks")
+        error = too_long(asked, len(data)) if heard else NodeLost("the node disconnected after it asked for blocks")
         ship.unanswered = error is None
         if error is not None:
             self._fail(ship, ship.blame(error), tell=False)
@@ -158,14 +158,14 @@ class Sender:
         if ship.repeats(self._dock.clock()):
             self._dock.link.send(ship.peer, ship.question.message)
         elif ship.state is ShipState.OFFERED:
-            self._fail(ship, ship.blame(GrantRefused(f"no grant within {ship.patience.grant_s:g} s")), tell=True)
+            self._fail(ship, ship.blame(GrantRefused(f"no grant within {ship.timeouts.grant_s:g} s")), tell=True)
         elif ship.live:
             what = "the commit was not acknowledged" if ship.commit_sent else "no block was accepted"
-            self._fail(ship, ship.blame(TransferFailed(f"{what} for {ship.patience.stall_s:g} s")), tell=True)
+            self._fail(ship, ship.blame(TransferFailed(f"{what} for {ship.timeouts.stall_s:g} s")), tell=True)
         elif ship.in_flight:
-            self._dock.drop(ship.peer, TransferFailed(f"sends did not end for {QUIESCE_TIMEOUT_S:g} s"))
+            self._dock.drop(ship.peer, TransferFailed(f"sends did not end within {QUIESCE_TIMEOUT_S:g} s"))
 
-    # Link thread: answers of decode.
+    # Link thread: answers of the receiver.
 
     def _granted(self, ship: Ship, grant: Grant) -> None:
         if not ship.unanswered:
@@ -226,7 +226,7 @@ class Sender:
         self._settle(ship)
 
     def _settle(self, ship: Ship) -> None:
-        """Call `quiet` when no send is left; remove the ship once decode's answer has also come."""
+        """Call `quiet` when no send is left; remove the ship once the receiver has answered, too."""
         if ship.state in (ShipState.DONE, ShipState.FAILED) and not ship.in_flight:
             ship.move(ShipState.QUIET)
             ship.events.quiet(ship.transfer)

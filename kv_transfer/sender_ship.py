@@ -1,4 +1,4 @@
-"""State machine of a ship (transfer of one request's KV blocks) on the sending side."""
+"""State machine of a ship (transfer of KV blocks) on the sending side, with its timeouts; Sender drives it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ STALL_TIMEOUT_S = 15.0
 class ShipTimeouts(NamedTuple):
     """Timeouts of a ship. A ship that makes progress has no limit on its total time.
 
-    grant_s: seconds that an offer waits for its grant. stall_s: longest time without progress, in seconds, while blocks
-    are being sent or the commit waits for its acknowledgement."""
+    grant_s: maximum time that an offer waits for its grant. stall_s: maximum time without progress while blocks are
+    being sent or the commit waits for its acknowledgement. Both in seconds."""
 
     grant_s: float = 30.0
     stall_s: float = STALL_TIMEOUT_S
 
 
-USUAL = ShipTimeouts()
+DEFAULT_TIMEOUTS = ShipTimeouts()
 
 
 class ShipState(StrEnum):
     """State of a ship on the sending side.
 
-    RUNNING: blocks are being posted. DRAINING: everything is posted and decode's acknowledgement is awaited. QUIET: no
-    send touches memory any more."""
+    RUNNING: blocks are being posted. DRAINING: everything is posted, and the receiver has not acknowledged it yet.
+    QUIET: no send touches memory any more."""
 
     OFFERED = "offered"
     GRANTED = "granted"
@@ -63,23 +63,23 @@ SHIP_LIVE = frozenset({ShipState.OFFERED, ShipState.GRANTED, ShipState.RUNNING, 
 
 @dataclass(slots=True, eq=False)
 class Ship:
-    """One offer of node `sender` to node `decode`. `events` receives its events.
+    """One offer of node `sender` to the receiving node `receiver`. `events` receives its events.
 
-    unanswered      neither Grant nor Refusal came yet
+    unanswered      neither Grant nor Refusal has arrived
     blocks          set by the grant
     first, covered  set by the engine's commit (see Commit), at time committed_at
     sent_before_s   seconds with sends in flight before the commit
     ends            time at which the ship fails for lack of progress
-    question        the message that decode has to answer
+    question        the message that the receiver has to answer
     """
 
     transfer: int
     events: ShipEvents
-    decode: str
+    receiver: str
     peer: Peer
     ends: float
     sender: NodeName
-    patience: ShipTimeouts = USUAL
+    timeouts: ShipTimeouts = DEFAULT_TIMEOUTS
     state: ShipState = ShipState.OFFERED
     unanswered: bool = True
     blocks: Outgoing | None = None
@@ -121,7 +121,7 @@ class Ship:
         return Commit(self.transfer, self.blocks.posted, checksums, self.first, self.covered, self.sender)
 
     def commit(self, first: TokenDelta | None, covered: int, at: float) -> None:
-        """Record the engine's commit: everything, and the first token, was computed at this time."""
+        """Record the engine's commit: all blocks and the first token were computed at time `at`."""
         assert self.blocks is not None
         self.first, self.covered, self.committed_at = first, covered, at
         self.sent_before_s = self.blocks.sent_before(at)
@@ -139,12 +139,12 @@ class Ship:
         if not self.live:
             self.ends = now + QUIESCE_TIMEOUT_S
         elif self.state is ShipState.DRAINING or (self.blocks is not None and self.blocks.under_way):
-            self.ends = now + self.patience.stall_s
+            self.ends = now + self.timeouts.stall_s
         else:
             self.ends = inf
 
     def hear(self) -> None:
-        """Record that the offer's Grant or Refusal came, or that none will come."""
+        """Record that the offer's Grant or Refusal arrived, or that none will arrive."""
         self.unanswered = False
         self.question.answered()
 
@@ -153,14 +153,14 @@ class Ship:
         return (now <= self.ends or not self.live) and self.question.due(now)
 
     def blame(self, error: KvferryError) -> KvferryError:
-        """Return the error with the decode node's name in it if that node, or the path to it, caused the error.
+        """Return the error with the receiving node's name in it if that node, or the path to it, caused the error.
 
-        Routers receive the error from this node, so it must name the other one. A draining node accepts nothing new;
-        that becomes GrantRefused, since only this offer is refused."""
+        Routers receive the error from this node, so it must name the other node. A draining node accepts nothing new;
+        its Draining becomes GrantRefused, since only this offer is refused."""
         if not isinstance(error, NodeLost | TransferFailed | GrantRefused | Draining):
             return error
         kind = GrantRefused if isinstance(error, Draining) else type(error)
-        return kind(f"decode node {self.decode}: {error.message}")
+        return kind(f"node {self.receiver}: {error.message}")
 
     def move(self, new: ShipState) -> None:
         """Change to a state that SHIP_MOVES allows."""
@@ -178,7 +178,7 @@ def too_long(asked: Asked, size: int) -> KvferryError | None:
 
 
 def has_sent(ship: Ship) -> bool:
-    """Return whether all blocks posted so far are sent and more may follow."""
+    """Return whether all posted blocks are sent and more may follow."""
     return ship.state is ShipState.RUNNING and ship.blocks is not None and not ship.blocks.under_way
 
 

@@ -1,4 +1,4 @@
-"""64-bit tag that matches a block with its receive: nonce 24 | transfer 24 | prompt block index 16 bits.
+"""UCX tag that matches a sent block with its receive: nonce 24 | transfer 24 | prompt block index 16 bits.
 
 The receiving process gives every connection its own nonce. The link itself uses nonce 0."""
 

@@ -1,4 +1,4 @@
-"""Table of an endpoint's transfers, by key and by peer, with their deadlines."""
+"""Table of the transfers in flight of a sender, receiver or fetch client, by key and by connection, with deadlines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transfer(Protocol):
 
     @property
     def deadline(self) -> float:
-        """Return the deadline, in seconds of the dock's clock."""
+        """Return the deadline, in seconds of the link thread's clock."""
         ...
 
 

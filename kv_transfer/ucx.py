@@ -1,13 +1,13 @@
-"""UCX link: combines its thread (ucx_loop), connections (ucx_connections) and traffic (ucx_traffic)."""
+"""UCX link, the implementation of Link: joins its thread (ucx_loop), connections (ucx_connections) and ucx_traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from kvferry.kv_transfer.control_stream import MESSAGE
 from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Done, LinkHandler, Peer
-from kvferry.kv_transfer.stream import MESSAGE
 from kvferry.kv_transfer.ucx_blocks import Post
 from kvferry.kv_transfer.ucx_connections import ConnectionTimeouts, UcxConnections
 from kvferry.kv_transfer.ucx_library import context_options, load, require_rocm
@@ -28,7 +28,7 @@ class UcxLink:
     gpu             cuda or rocm: add the lanes of that platform; prepare then makes the device current on the link
                     thread
     ping_interval   seconds between ALIVE frames
-    silence_limit   seconds without any sign of a peer before it is lost
+    silence_limit   seconds of silence after which a peer counts as lost
     connect_timeout seconds per attempt to connect, of three attempts
     terms           the cluster's secrets, and settings that both ends of a connection must share
     on_fault        called once, on the link thread, when an exception ends that thread: no operation will complete any
@@ -60,8 +60,8 @@ class UcxLink:
         self._loop = UcxLoop(library, self._options, prepare, self._opened, self._closing, on_fault)
         self.native_id: int | None = None
         """Native id of the link thread, once it runs."""
-        patience = ConnectionTimeouts(ping_interval, silence_limit, connect_timeout)
-        self._connections = UcxConnections(library, self._loop, patience, terms)
+        timeouts = ConnectionTimeouts(ping_interval, silence_limit, connect_timeout)
+        self._connections = UcxConnections(library, self._loop, timeouts, terms)
         self._traffic = self._connections.traffic
 
     @property

@@ -1,4 +1,4 @@
-"""Block operations in flight on one UCX endpoint."""
+"""Blocks being sent or received on one UCX endpoint: posts them, and finds those that have completed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvferry.kv_transfer.ucx_library import UcxLibrary
 from kvferry.protocol.errors import TransferFailed
 
 SCAN = 64
-"""Most blocks checked for completion per round."""
+"""Maximum number of blocks checked for completion per round."""
 TURN = 16
-"""Most blocks of one lane checked before the next lane has its turn."""
+"""Maximum number of blocks of one lane checked before the next lane's."""
 
 
 class Operation(NamedTuple):

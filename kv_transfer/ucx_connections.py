@@ -2,8 +2,8 @@
 
 The kernel reports the end of a peer's process at once, but not a frozen process or a cut cable. So both ends send ALIVE
 frames, and a peer is lost after `silence_limit` seconds of silence. After a loss some UCX requests never complete, so
-the link itself fails the operations. Only `disconnect` makes memory quiet, by forcing the endpoint closed. That
-suffices because on tcp and shared memory the receiving process does the writing itself (ucx_abandoned_connections)."""
+the link itself fails the operations. Only after `disconnect`, which forces the endpoint closed, is memory quiet (not
+written any more): on tcp and shared memory the receiving process itself writes (ucx_abandoned_connections)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import logging
 import time
 from dataclasses import dataclass
 
+from kvferry.kv_transfer.control_stream import ALIVE
 from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.link import LinkHandler, Peer
-from kvferry.kv_transfer.stream import ALIVE
 from kvferry.kv_transfer.ucx_handshakes import UcxHandshakes
 from kvferry.kv_transfer.ucx_library import UcxLibrary
 from kvferry.kv_transfer.ucx_loop import UcxLoop
@@ -34,9 +34,9 @@ RETRY_S = 0.2
 class ConnectionTimeouts:
     """Timeouts of a link's connections, in seconds.
 
-    ping_interval    between ALIVE frames
-    silence_limit    without any sign of a peer until it is lost
-    connect_timeout  per attempt to connect
+    ping_interval    time between ALIVE frames
+    silence_limit    time of silence after which a peer counts as lost
+    connect_timeout  maximum time of an attempt to connect
     """
 
     ping_interval: float
@@ -47,22 +47,22 @@ class ConnectionTimeouts:
 class UcxConnections:
     """Connections of one link. Runs on the link thread; `dial` may be called from any thread."""
 
-    def __init__(self, library: UcxLibrary, loop: UcxLoop, patience: ConnectionTimeouts, terms: HandshakeTerms):
-        self._library, self._loop, self._patience, self._terms = library, loop, patience, terms
-        self._greetings = UcxHandshakes(loop, patience.connect_timeout, self._arrived, self._fail)
-        self.traffic = UcxTraffic(loop, self._greetings.greeted, self._fail)
-        self._greetings.traffic = self.traffic
+    def __init__(self, library: UcxLibrary, loop: UcxLoop, timeouts: ConnectionTimeouts, terms: HandshakeTerms):
+        self._library, self._loop, self._timeouts, self._terms = library, loop, timeouts, terms
+        self._handshakes = UcxHandshakes(loop, timeouts.connect_timeout, self._arrived, self._fail)
+        self.traffic = UcxTraffic(loop, self._handshakes.greeted, self._fail)
+        self._handshakes.traffic = self.traffic
         self._peers: dict[Peer, UcxPeer] = {}
         self._serial = itertools.count(1)
         self._dropped = RateLimitedLog(log)
         self._handler: LinkHandler
 
     def listen(self, host: str, port: int, handler: LinkHandler) -> int:
-        """Accept connections at the host's addresses from now on; return the bound port. Raises OSError."""
+        """Start accepting connections at the host's addresses; return the bound port. Raises OSError."""
         self._handler = self.traffic.handler = handler
         self._ticked_at = time.monotonic()
-        self._loop.call_later(self._patience.ping_interval, self._tick)
-        return self._greetings.listen(host, port)
+        self._loop.call_later(self._timeouts.ping_interval, self._tick)
+        return self._handshakes.listen(host, port)
 
     def find(self, name: Peer) -> UcxPeer | None:
         """Return the connection, or None if it is unknown or lost."""
@@ -70,7 +70,7 @@ class UcxConnections:
         return None if peer is None or peer.lost else peer
 
     def dial(self, address: str) -> Peer:
-        """Begin a connection and return its name."""
+        """Start connecting to the address; return the connection's name."""
         peer = self._named(f"{address}#{next(self._serial)}", address)
         self._loop.submit(lambda: self._dial(peer))
         return peer.name
@@ -81,7 +81,7 @@ class UcxConnections:
         if peer is None:
             return
         peer.lost = True
-        self._greetings.forget(peer)
+        self._handshakes.forget(peer)
         error = NodeLost(f"{name}: disconnected")
         for done in peer.abandon():
             self._loop.submit(lambda done=done: done(error))  # type: ignore[misc]
@@ -89,7 +89,7 @@ class UcxConnections:
 
     def close(self) -> None:
         """Lose and close every connection."""
-        self._greetings.close()
+        self._handshakes.close()
         for peer in tuple(self._peers.values()):
             self._lose(peer, NodeLost(f"{peer.name}: link stopped"))
         for name in tuple(self._peers):
@@ -106,13 +106,13 @@ class UcxConnections:
     def _dial(self, peer: UcxPeer) -> None:
         if not peer.lost:
             peer.tries += 1
-            self._greetings.dial(peer)
+            self._handshakes.dial(peer)
 
     # Loss and close.
 
     def _tick(self) -> None:
         """Send ALIVE frames and lose silent peers. Time during which this process itself was stopped does not count."""
-        interval, limit = self._patience.ping_interval, self._patience.silence_limit
+        interval, limit = self._timeouts.ping_interval, self._timeouts.silence_limit
         self._loop.call_later(interval, self._tick)
         now = time.monotonic()
         stall = max(0.0, now - self._ticked_at - 2 * interval)
@@ -146,7 +146,7 @@ class UcxConnections:
             return
         peer.lost = True
         if isinstance(error, WireError):
-            self._dropped.warning("%s is dropped: %s", peer.name, error)
+            self._dropped.warning("closing the connection to %s: %s", peer.name, error)
         peer.hang_up()
         for done in peer.abandon():
             guarded(done, error)

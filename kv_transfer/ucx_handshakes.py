@@ -1,4 +1,4 @@
-"""Connection set-up of a UCX link: dials and accepts sockets and runs handshakes until both ends are open.
+"""Connection set-up of a UCX link: dials and accepts sockets, and runs handshakes until both ends are open.
 
 Anyone may connect to the port. Until a peer has proved that it belongs to the cluster, it costs a socket and a few
 bytes: no UCX worker, and no memory of a size that it chooses. At most MAX_GUESTS such peers exist; a new one evicts the
@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
+from kvferry.kv_transfer.control_stream import CHALLENGE, HELLO, REFUSED, WELCOME, Stream
 from kvferry.kv_transfer.listening_sockets import Address, Resolver, listeners
-from kvferry.kv_transfer.stream import CHALLENGE, HELLO, REFUSED, WELCOME, Stream
 from kvferry.kv_transfer.tags import WARM_TAG
 from kvferry.kv_transfer.ucx_blocks import Post
 from kvferry.kv_transfer.ucx_loop import READABLE, UcxLoop
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 WARM_BYTES = 1 << 19
 """Size of the block that warms up a connection."""
 MAX_GUESTS = 64
-"""Most connections that have not completed their handshake."""
+"""Maximum number of connections that have not completed their handshake."""
 ACCEPTS = 16
-"""Most connections accepted in one turn."""
+"""Maximum number of connections accepted in one turn."""
 AGAIN_S = 0.1
-"""Pause of accepting, in seconds, when the process is out of descriptors."""
+"""Pause before connections are accepted again, in seconds, when the process is out of descriptors."""
 NEVER, LATER = b"n", b"l"
 """First byte of a REFUSED: NEVER if another attempt is useless, LATER if it may succeed."""
 
@@ -60,7 +60,7 @@ class UcxHandshakes:
         self.traffic: UcxTraffic
 
     def listen(self, host: str, port: int) -> int:
-        """Accept connections at the host's addresses from now on; return the bound port. Raises OSError."""
+        """Start accepting connections at the host's addresses; return the bound port. Raises OSError."""
         self._listeners = listeners(host, port)
         self._watch_listeners()
         return int(self._listeners[0].getsockname()[1])
@@ -75,14 +75,14 @@ class UcxHandshakes:
     def dial(self, peer: UcxPeer) -> None:
         """Make one attempt to connect, limited by the connect timeout."""
         peer.begin()
-        greeting = peer.greeting
+        handshake = peer.handshake
 
         def due(error: Exception) -> None:
-            if peer.greeting is greeting and not peer.open and not peer.lost:
+            if peer.handshake is handshake and not peer.open and not peer.lost:
                 self._failed(peer, error)
 
         def found(family: socket.AddressFamily, address: Address) -> None:
-            if peer.greeting is greeting and not peer.lost:
+            if peer.handshake is handshake and not peer.lost:
                 self._connect(peer, family, address)
 
         limit = NodeLost(f"no answer within {self._timeout_s} s")
@@ -130,12 +130,12 @@ class UcxHandshakes:
     def _receive(self, connection: socket.socket) -> None:
         """Challenge the peer of an accepted socket."""
         if len(self._guests) >= MAX_GUESTS:
-            self._failed(next(iter(self._guests)), NodeLost("too many connections without a greeting"))
+            self._failed(next(iter(self._guests)), NodeLost("too many connections without a handshake"))
         peer = self._arrived()
         self._guests[peer] = None
         self.traffic.connect(peer, Stream(connection))
-        self.traffic.send(peer, CHALLENGE, peer.greeting.challenge())
-        late = NodeLost(f"no greeting within {self._timeout_s} s")
+        self.traffic.send(peer, CHALLENGE, peer.handshake.challenge())
+        late = NodeLost(f"no handshake within {self._timeout_s} s")
         self._loop.call_later(self._timeout_s, lambda: self._failed(peer, late) if peer in self._guests else None)
 
     def forget(self, peer: UcxPeer) -> None:
@@ -143,16 +143,16 @@ class UcxHandshakes:
         self._guests.pop(peer, None)
 
     def greeted(self, peer: UcxPeer, kind: int, data: bytes) -> None:
-        """Handle a greeting.
+        """Handle a frame of the handshake.
 
-        Raises WireError, Incompatible, TransferFailed or NodeLost: the connection is unusable then."""
+        Raises WireError, Incompatible, TransferFailed or NodeLost: the connection is then unusable."""
         if kind == HELLO and not peer.dialled and peer.worker is None:
             self._take_hello(peer, data)
         elif kind == CHALLENGE and peer.dialled and peer.worker is None:
-            peer.greeting.challenged(data)
-            self.traffic.send(peer, HELLO, peer.greeting.hello(self._open_worker(peer)))
+            peer.handshake.challenged(data)
+            self.traffic.send(peer, HELLO, peer.handshake.hello(self._open_worker(peer)))
         elif kind == WELCOME and peer.dialled and peer.worker is not None and not peer.open:
-            peer.greeting.welcomed(data)
+            peer.handshake.welcomed(data)
             self._open(peer)
             self.traffic.send_queued(peer)
             self.traffic.post(peer, Post(True, WARM_TAG, self._warm, _warmed))
@@ -160,19 +160,19 @@ class UcxHandshakes:
             reason = data[1:].decode(errors="replace")
             raise (Incompatible if data[:1] == NEVER else NodeLost)(f"{peer.dialled} rejected this node: {reason}")
         else:
-            raise WireError("an unexpected greeting")
+            raise WireError("an unexpected frame of the handshake")
 
     def _take_hello(self, peer: UcxPeer, data: bytes) -> None:
         """Verify the dialling side and welcome it.
 
         Also post the receive of the warm-up block, since the first large block of a connection takes 45–90 ms."""
         try:
-            peer.greeting.greeted(data)
-            welcome = peer.greeting.welcome(self._open_worker(peer))
+            peer.handshake.greeted(data)
+            welcome = peer.handshake.welcome(self._open_worker(peer))
             self.traffic.send(peer, WELCOME, welcome)
             self._open(peer)
         except (Incompatible, TransferFailed) as error:
-            self._refused.warning("%s is rejected: %s", peer.name, error)
+            self._refused.warning("rejecting the connection of %s: %s", peer.name, error)
             code = NEVER if isinstance(error, Incompatible) else LATER
             self.traffic.send(peer, REFUSED, code + error.message.encode()[:500])
             raise
@@ -197,8 +197,8 @@ class UcxHandshakes:
         def closed() -> None:
             self._loop.submit(lambda: self._closed(peer, worker))
 
-        peer.blocks.endpoint = worker.attach(peer.greeting.peer, closed)
-        stream.seal(*peer.greeting.keys())
+        peer.blocks.endpoint = worker.attach(peer.handshake.peer, closed)
+        stream.seal(*peer.handshake.keys())
         peer.open = True
 
     def _closed(self, peer: UcxPeer, worker: object) -> None:

@@ -1,4 +1,4 @@
-"""UCX set-up: the only module that imports ucxx, and the options of each context.
+"""Loads UCX, as the only module that imports ucxx, and chooses the options of each UCX context.
 
 Options go into the context, not into the process environment, so an operator's UCX_* variables apply to everything that
 is not set here. `load` sets variables only for what UCX reads while it is loaded, unless the operator set them. They
@@ -51,9 +51,9 @@ def load() -> UcxLibrary:
 
 
 def require_rocm() -> None:
-    """Raise ConfigError unless the loaded UCX is built with ROCm, as none on PyPI is.
+    """Raise ConfigError unless the loaded UCX is built with ROCm, which no build on PyPI is.
 
-    Others do not know AMD's memory from the host's."""
+    Other builds cannot distinguish AMD's GPU memory from host memory."""
     folders = {Path(found).parent for found in re.findall(r"/\S*/libuct\.so\S*", MAPPED.read_text())}
     if not any(any((folder / "ucx").glob("libuct_rocm.so*")) for folder in folders):
         raise ConfigError(
@@ -65,10 +65,10 @@ def require_rocm() -> None:
 def context_options(host: str, transports: str = "", net_devices: str = "", gpu: str = "") -> dict[str, str]:
     """Return UCX options, without their UCX_ prefix.
 
-    transports and net_devices are UCX_TLS and UCX_NET_DEVICES. Empty transports: tcp and shared memory, with gpu, which
-    is cuda or rocm, also the lanes of that platform. Empty net_devices: `lo` for a loopback host, the tunnel for the
-    address of one, else UCX's own choice: among all interfaces UCX would pass the tunnel by. An IPv6 host is reached
-    over IPv6 even if the machine has other addresses. POSIX_ERROR_HANDLING is set because endpoints that ask for error
+    transports and net_devices are UCX_TLS and UCX_NET_DEVICES. gpu is cuda, rocm or empty. Empty transports: tcp and
+    shared memory, and the lanes of `gpu`. Empty net_devices: `lo` for a loopback host, the tunnel for a tunnel's
+    address, which UCX would not choose itself, else UCX's own choice. An IPv6 host is reached over IPv6 even if the
+    machine has other addresses. POSIX_ERROR_HANDLING is set because endpoints that ask for error
     handling otherwise get tcp only. KEEPALIVE_INTERVAL is infinite because the link itself notices when a process ends.
     The tcp segment sizes raise a loopback stream from 1.5 to 5 GB/s. On GPUs the rendezvous scheme is UCX's own
     choice: between two processes on one H100 it moves blocks over cuda_ipc at 100 GB/s, and get_zcopy moves them

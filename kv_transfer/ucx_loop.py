@@ -1,4 +1,4 @@
-"""Thread that owns the UCX context, workers and sockets of a link.
+"""Event loop of a link, on the one thread that owns its UCX context, workers and sockets.
 
 It runs commands and timers, progresses active workers, polls sockets, and sleeps when nothing is due.
 
@@ -31,9 +31,9 @@ MAX_SLEEP_S = 1.0
 SOCKETS_EVERY_S = 0.5e-3
 """Seconds between polls of the sockets while blocks move; each poll releases the GIL."""
 CLOSING_ROUNDS = 100
-"""Most rounds of remaining commands that run when the thread ends."""
+"""Maximum number of rounds of remaining commands that run when the thread ends."""
 STOP_S = 10.0
-"""Longest wait for the thread to end, in seconds. A node must end within 15 s after its drain."""
+"""Maximum time to wait for the thread to end, in seconds. A node must end within 15 s after its drain."""
 READABLE, WRITABLE = select.EPOLLIN, select.EPOLLOUT
 Heard = Callable[[int], bool]
 """Callback with the events of a descriptor; returns whether it did any work."""
@@ -155,7 +155,7 @@ class UcxLoop:
             self._rounds()
             self._close()
         except Exception as error:
-            log.exception("the link thread ends")
+            log.exception("the link thread ends with an error")
             self.fault = f"{type(error).__name__}: {error}"
             self._on_fault(self.fault)
         finally:
@@ -198,7 +198,7 @@ class UcxLoop:
         return worked
 
     def _rest(self) -> None:
-        """Put workers to rest that had no work for SPIN_S."""
+        """Arm the workers that had no work for SPIN_S, so that they rest."""
         for worker in tuple(self._awake):
             if worker.rests():
                 del self._awake[worker]
@@ -220,7 +220,7 @@ class UcxLoop:
         self._sleeping = False
 
     def _run_due(self) -> bool:
-        """Run the commands queued so far and the timers that are due; return whether any ran."""
+        """Run the queued commands and the timers that are due; return whether any ran."""
         ran = False
         for _ in range(len(self._commands)):
             if not self._stopping:

@@ -1,12 +1,12 @@
-"""One peer connection of a UCX link: a control socket, and a UCX worker of its own for blocks."""
+"""One peer connection of a UCX link: a socket for control messages, and a UCX worker of its own for blocks."""
 
 from __future__ import annotations
 
 from collections import deque
 
+from kvferry.kv_transfer.control_stream import Stream
 from kvferry.kv_transfer.handshake import Handshake, HandshakeTerms
 from kvferry.kv_transfer.link import Done
-from kvferry.kv_transfer.stream import Stream
 from kvferry.kv_transfer.ucx_blocks import Post, UcxBlocks
 from kvferry.kv_transfer.ucx_library import UcxLibrary
 from kvferry.kv_transfer.ucx_loop import UcxLoop
@@ -16,11 +16,11 @@ from kvferry.kv_transfer.ucx_worker import UcxWorker
 class UcxPeer:
     """State of one connection. Only the link thread touches it.
 
-    name      identifies the connection to the link's users
-    dialled   address that this side connects to; empty if the peer connected
-    lost      the connection was lost or closed by this side, for good
-    greeting  handshake of the current attempt to connect
-    outbox    messages and blocks that wait for the connection to open
+    name       identifies the connection to the link's users
+    dialled    address that this side connects to; empty if the peer connected
+    lost       whether the connection was lost, or closed by this side
+    handshake  handshake of the current attempt to connect
+    outbox     messages and blocks that wait for the connection to open
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class UcxPeer:
 
     def begin(self) -> None:
         """Start another attempt with a new handshake."""
-        self.greeting = Handshake(self._terms, bool(self.dialled))
+        self.handshake = Handshake(self._terms, bool(self.dialled))
 
     def abandon(self) -> list[Done]:
         """Return the callbacks of all blocks in flight and of those that wait for the connection."""
@@ -48,7 +48,7 @@ class UcxPeer:
         return dones + self.blocks.abandon()
 
     def hang_up(self) -> None:
-        """Close the socket, which tells the other side."""
+        """Close the socket; the other side notices it."""
         if self.stream is not None:
             self._loop.unwatch(self.stream.descriptor)
             self.stream.close()

@@ -1,4 +1,4 @@
-"""Traffic of a UCX link: sends and receives blocks and control messages."""
+"""Traffic of a UCX link: sends and receives KV blocks (over UCX) and control messages (over sockets)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvferry.kv_transfer.control_stream import HANDSHAKE_KINDS, MESSAGE, Stream
 from kvferry.kv_transfer.link import LinkHandler
-from kvferry.kv_transfer.stream import GREETINGS, MESSAGE, Stream
 from kvferry.kv_transfer.ucx_blocks import Post
 from kvferry.kv_transfer.ucx_loop import READABLE, WRITABLE, UcxLoop
 from kvferry.kv_transfer.ucx_peer import UcxPeer
@@ -17,13 +17,13 @@ from kvferry.protocol.errors import KvferryError, NodeLost
 
 log = logging.getLogger(__name__)
 DRAIN_ROUNDS = 64
-"""Most rounds of a worker that drain a closed connection."""
+"""Maximum number of rounds of a worker that drain a closed connection."""
 
 
 class UcxTraffic:
     """Blocks and frames of a link's connections. Runs on the link thread.
 
-    greeted(peer, kind, payload)  called for each greeting
+    greeted(peer, kind, payload)  called for each frame of the handshake
     failed(peer, error)           called when a connection breaks or its peer sends invalid data
     """
 
@@ -88,7 +88,7 @@ class UcxTraffic:
         return True
 
     def connect(self, peer: UcxPeer, stream: Stream) -> None:
-        """Watch the peer's socket from now on. A connecting socket becomes writable once it is connected."""
+        """Start watching the peer's socket. A connecting socket becomes writable once it is connected."""
         peer.stream = stream
         self._watch(peer, stream, connecting=bool(peer.dialled))
 
@@ -139,11 +139,11 @@ class UcxTraffic:
     def _read(self, peer: UcxPeer, stream: Stream) -> None:
         more = stream.fill()
         if not more and not peer.open and not peer.dialled:
-            raise NodeLost("disconnected before its greeting was read")
+            raise NodeLost("disconnected before its handshake was read")
         while not peer.lost and peer.stream is stream and (frame := stream.next()) is not None:
             peer.heard_at = time.monotonic()
             kind, data = frame
-            if kind in GREETINGS:
+            if kind in HANDSHAKE_KINDS:
                 self._greeted(peer, kind, data)
             elif kind == MESSAGE:
                 guarded(self.handler.message, peer.name, data)

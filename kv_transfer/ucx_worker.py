@@ -1,4 +1,4 @@
-"""UCX worker of one connection.
+"""UCX worker and endpoint of one connection: progress, rest and forced close.
 
 UCX's shared-memory queue belongs to the worker that reads it. A peer that dies or freezes while it writes blocks the
 queue for all writers. So each peer has a worker of its own."""
@@ -17,12 +17,12 @@ from kvferry.protocol.errors import TransferFailed
 log = logging.getLogger(__name__)
 SPIN_S = 60e-6
 PROGRESS_BURST = 32
-"""Most calls of progress in a row."""
+"""Maximum number of calls of progress in a row."""
 LETTING_GO_S, LETTING_GO_ROUNDS = 0.05, 1000
-"""Least time, and number of rounds, that UCX gets to end the operations of a closed endpoint.
+"""Minimum time in seconds, and number of rounds, that UCX gets to end the operations of a closed endpoint.
 
-It needs a millisecond, unless the other side is frozen and its queue full. Rounds also count, because this thread may
-be the one that does not get a core."""
+It needs a millisecond, unless the other side is frozen and its queue full. Rounds are counted, too, because this thread
+may not get a core during that time."""
 
 
 class UcxWorker:

@@ -1,4 +1,4 @@
-"""Wake-up of a thread that sleeps in epoll, from any thread."""
+"""Wake-up, from any thread, of a thread that sleeps in epoll: the link thread."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prefill worker: computes prompts and ships their KV blocks."""
+"""Prefill role of a node: computes prompts and sends their KV blocks to decode nodes."""

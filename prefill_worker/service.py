@@ -1,8 +1,8 @@
-"""Prefill role: takes attempts over HTTP, asks decode for a grant, computes, ships, commits.
+"""Prefill role of a node: takes attempts over HTTP, gets a grant of the decode node, computes, sends and commits.
 
-States of an attempt: offered to its decode node → granted → in the engine → first token to the router, commit to decode
-→ acknowledged. Without a decode target it only passes through the engine. All state here belongs to the asyncio loop;
-calls between engine and link do not pass it (`ships`)."""
+States of an attempt: offered to its decode node → granted → in the engine → first token to the router, commit to the
+decode node → acknowledged. Without a decode target it only passes through the engine. All state here belongs to the
+asyncio loop; calls between engine and link do not run on it (`ships`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Answer:
 class PrefillService:
     """Service of a prefill node: joins HTTP, the engine and the ships.
 
-    Implements `worker.service.Service`. endpoints: those of the node, if they exist already."""
+    Implements `worker.service.Service`. endpoints: endpoints of the node, if they already exist."""
 
     def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
         self._base = base
@@ -144,7 +144,7 @@ class PrefillService:
             self._fail(answer, error)
 
     def _fail(self, answer: Answer, error: KvferryError) -> None:
-        """End a running attempt with an error: tell the router, the engine and the sender."""
+        """End a running attempt with an error, and notify the router, the engine and the sender."""
         job = answer.job
         if self._answers.get(key_of(job)) is not answer:
             return  # it has ended; another attempt may have its key

@@ -1,7 +1,7 @@
-"""Ships of a prefill node: passes computed blocks to the sender and grants to the engine.
+"""Ships (KV block transfers) of a prefill node's attempts: relays computed blocks to the sender, grants to the engine.
 
-Only reports to routers pass the asyncio loop, so a busy HTTP server delays no block. The engine thread brings events,
-the link thread answers, the loop offers and gives up. A lock protects the table of offers."""
+Only reports to routers run on the asyncio loop, so a busy HTTP server delays no block. Engine events come on the engine
+thread, answers on the link thread; the loop offers and gives up ships. A lock protects the table of offers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.worker.service import Base, ship_outcome
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Offer of one job to its decode node, until its ship is quiet.
+    """Offer of one job to its decode node, until no send of its ship touches blocks any more.
 
     given_up: later events of the ship are ignored."""
 
@@ -49,7 +49,7 @@ class Ships:
     # On the asyncio loop.
 
     def offer(self, target: DecodeTarget, job: Job) -> int:
-        """Ask the decode node for a grant and return the transfer; the job is computed once the grant comes."""
+        """Request a grant of the decode node and return the transfer; the job is computed once granted."""
         asked = replace(job, media=without_data(job.media))
         with self._lock:  # the grant may come before `offer` returns
             transfer = self.sender.offer(target, asked, self)
@@ -59,7 +59,7 @@ class Ships:
     def give_up(self, transfer: int, reason: str) -> None:
         """Abort the ship of an attempt that ended.
 
-        If the attempt was cancelled or failed, the engine must have been told already."""
+        If the attempt was cancelled or failed, the caller must cancel it in the engine first."""
         with self._lock:
             offer = self._offers.get(transfer)
             if offer is not None:
@@ -73,7 +73,7 @@ class Ships:
     # On the engine thread.
 
     def take(self, events: Sequence[Event]) -> None:
-        """Ship computed blocks; the first token completes the ship."""
+        """Send computed blocks; the first token completes the ship."""
         for event in events:
             if isinstance(event, Computed):
                 self.sender.ship(event.transfer, event.blocks)
@@ -83,9 +83,9 @@ class Ships:
     # Called on the link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
-        """Submit the job to the engine, since decode has reserved its blocks.
+        """Submit the job to the engine, since the decode node has reserved its blocks.
 
-        If the attempt ends meanwhile, the engine knows it as cancelled."""
+        If the attempt has ended meanwhile, the engine has recorded it as cancelled."""
         offer = self._open(transfer)
         if offer is not None:
             job = offer.job
@@ -97,10 +97,10 @@ class Ships:
             )
 
     def sent(self, transfer: int) -> None:
-        """Ignored: the next blocks are shipped when they are computed."""
+        """Do nothing: the next blocks are sent when they are computed."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
-        """Report success: decode has everything and owns the request now."""
+        """Report success: the decode node has all blocks and now owns the request."""
         self._base.call_soon(lambda: self._base.shipped(stats))
         offer = self._open(transfer)
         if offer is not None:
@@ -110,8 +110,7 @@ class Ships:
     def failed(self, transfer: int, error: KvferryError) -> None:
         """Cancel the attempt and report the error.
 
-        The engine drops the request before it hears that the ship is quiet; it would otherwise take new holds for the
-        ship."""
+        The engine drops the request before `quiet`; otherwise it would take new holds for the ship."""
         offer = self._open(transfer)
         self._base.metrics.ships[ship_outcome(error) if offer is not None else "aborted"].inc()
         if offer is not None:

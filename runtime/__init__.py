@@ -1,1 +1,1 @@
-"""Runtime of every process: HTTP server, addresses, status pipe, signals, logs and limits."""
+"""Parts that any process of the cluster needs: HTTP servers and clients, TLS, secrets, signals, logs and limits."""

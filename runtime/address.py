@@ -1,4 +1,4 @@
-"""Parsing and formatting of host:port addresses, with IPv6 brackets."""
+"""Parsing and formatting of host:port addresses, with IPv6 brackets, and checks of host names."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def family_of(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the socket family for `host`, and the host without brackets, as `bind` takes it.
 
     `::` listens on every address of both families, and on all IPv4 addresses if the machine has no IPv6."""
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if bare == "::" and not knows_ipv6():
+    address = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if address == "::" and not knows_ipv6():
         return socket.AF_INET, "0.0.0.0"  # noqa: S104 - what the operator chose, without IPv6
-    return (socket.AF_INET6 if ":" in bare else socket.AF_INET), bare
+    return (socket.AF_INET6 if ":" in address else socket.AF_INET), address
 
 
 def knows_ipv6() -> bool:

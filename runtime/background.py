@@ -1,4 +1,4 @@
-"""Background tasks that belong to a block: they start with it and are cancelled at its end."""
+"""Background asyncio tasks that run during a `with` block and are cancelled at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGAIN_S = 1.0
 async def background(run: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
     """Run the coroutine as an asyncio task until the end of the block.
 
-    If it fails earlier, the log says so at once, and the end of the block raises its exception."""
+    If it fails earlier, the failure is logged at once, and the end of the block raises its exception."""
     task = asyncio.create_task(run, name=name)
     task.add_done_callback(_report)
     try:
@@ -30,8 +30,8 @@ async def background(run: Coroutine[Any, Any, None], name: str) -> AsyncIterator
 async def end(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait until it has ended; raise its exception if it failed.
 
-    A task may miss a cancellation, and is then cancelled again: before Python 3.12 `asyncio.wait_for`, through which
-    the Redis client writes, drops one that arrives in the moment in which it completes."""
+    A task may miss a cancellation, and is then cancelled again: before Python 3.12 `asyncio.wait_for`, which the Redis
+    client uses for writes, drops a cancellation that arrives just as it completes."""
     while not task.done():
         task.cancel()
         await asyncio.wait((task,), timeout=AGAIN_S)

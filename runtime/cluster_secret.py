@@ -1,10 +1,10 @@
-"""Shared secrets of a cluster, which authenticate calls between its processes.
+"""Shared secrets of a cluster, which authenticate calls between its processes; reloaded from a file for rotation.
 
-The header travels in clear text: if others can read the network, close the network to them or encrypt it.
+The header is sent in clear text: if strangers can read the network, shut them out or encrypt it.
 
 One secret is enough. A rotation needs several: a process accepts all of them and sends the first. It reloads the file
-(one secret a line) when the file changes, so no process restarts. Rotate in the steps old → old, new → new, old → new,
-and take each step only after all processes have loaded the one before.
+(one secret per line) when the file changes, so no process restarts. Rotate in the steps old → old, new → new, old →
+new, each only after all processes have loaded the file of the previous step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvferry.runtime.watched_file import WatchedFile
 
 log = logging.getLogger(__name__)
 HEADER = "x-kvferry-cluster"
-LEAST_CHARACTERS, MOST_SECRETS = 16, 16
+MIN_CHARACTERS, MAX_SECRETS = 16, 16
+"""Minimum number of characters of a secret, and maximum number of secrets."""
 OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
 """Read-only status paths that a node answers without a token."""
 
@@ -35,7 +36,7 @@ OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
 class ClusterSecret:
     """Keys derived from a cluster secret; all are empty without one.
 
-    link: for handshakes. token: for the header of HTTP requests to nodes. registry: for what is kept in Redis."""
+    link: key for handshakes. token: header of HTTP requests to nodes. registry: key for records in Redis."""
 
     link: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
@@ -46,7 +47,7 @@ NONE: tuple[ClusterSecret, ...] = (ClusterSecret(),)
 
 
 class ClusterSecrets:
-    """Secrets that are valid now, in the order of the settings; thread-safe.
+    """Currently valid secrets, in the order of the settings; thread-safe.
 
     True if there is at least one. The constructor raises ConfigError."""
 
@@ -78,20 +79,20 @@ class ClusterSecrets:
         return tuple(secret.token for secret in self._now)
 
     def registry_keys(self) -> tuple[bytes, ...]:
-        """Return the accepted keys of what is kept in Redis, the first of which signs; none without a secret."""
+        """Return the accepted keys for records in Redis, the first of which signs; none without a secret."""
         return tuple(secret.registry for secret in self._now if secret.registry)
 
     def followed(self) -> AbstractAsyncContextManager[None]:
-        """Reload the file, if there is one, whenever it changes, until the end of the block."""
+        """Reload the file, if there is one, whenever it changes, until the end of the `with` block."""
         return self._file.followed() if self._file else nullcontext()
 
 
 def read_secrets(text: str) -> tuple[ClusterSecret, ...]:
-    """Parse secrets, one a line. Raises ConfigError, whose message contains no secret."""
+    """Parse secrets, one per line. Raises ConfigError, whose message contains no secret."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    least, name = LEAST_CHARACTERS, "cluster_secret"
-    if not 1 <= len(lines) <= MOST_SECRETS:
-        raise ConfigError(f"expected 1 to {MOST_SECRETS} cluster secrets, one per line, got {len(lines)}", param=name)
+    least, name = MIN_CHARACTERS, "cluster_secret"
+    if not 1 <= len(lines) <= MAX_SECRETS:
+        raise ConfigError(f"expected 1 to {MAX_SECRETS} cluster secrets, one per line, got {len(lines)}", param=name)
     if short := [len(line) for line in lines if len(line) < least]:
         raise ConfigError(f"a cluster secret must have at least {least} characters, got {short[0]}", param=name)
     return tuple(
@@ -109,7 +110,7 @@ def _derived(text: str, use: bytes) -> bytes:
 class MembersOnly:
     """ASGI middleware of a node that rejects requests without a token of its cluster, except on OPEN paths.
 
-    tokens: returns the tokens that are accepted now. keyed: paths whose endpoints check a key of their own instead."""
+    tokens: returns the accepted tokens. keyed: paths whose endpoints check an API key instead."""
 
     def __init__(self, app: ASGIApp, tokens: Callable[[], Sequence[str]], keyed: Container[str] = ()):
         self._app, self._tokens, self._keyed = app, tokens, keyed
@@ -119,7 +120,7 @@ class MembersOnly:
         guarded = scope["type"] == "http" and scope["path"] not in OPEN and scope["path"] not in self._keyed
         if guarded and not self._shows_token(scope):
             client = scope.get("client") or ("an unknown address",)
-            self._refused.warning("%s is rejected: its request does not carry the cluster secret", client[0])
+            self._refused.warning("rejecting a request of %s, which does not carry the cluster secret", client[0])
             error = OtherCluster("the request does not carry the secret of this node's cluster")
             await JSONResponse(error.body(), status_code=error.status)(scope, receive, send)
         else:

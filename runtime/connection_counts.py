@@ -1,4 +1,4 @@
-"""Open connections of a server by client address."""
+"""Count of a server's open connections by client address, with limits per address and in total."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvferry.runtime.rejection_throttle import RejectionThrottle
 class ConnectionCounts:
     """Open connections of one server, counted and limited by client address.
 
-    per_address, most: most open connections of one address and of all; 0: no limit. throttle: delays the rejections of
-    clients whose requests keep being rejected; None: no delay."""
+    per_address, most: maximum number of open connections of one address and in total; 0: no limit. throttle: delays the
+    rejections of clients whose requests keep being rejected; None: no delay."""
 
     def __init__(self, per_address: int = 0, throttle: RejectionThrottle | None = None, most: int = 0) -> None:
         self._per_address, self._throttle, self._most = per_address, throttle, most

@@ -1,4 +1,4 @@
-"""Limits of a client connection: times, bytes and headers."""
+"""Limits of a client's HTTP connection (times, bytes, header counts), as settings of a server and constants."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Longest request line plus headers, in bytes; the parser itself has no bound."""
+"""Maximum size of request line plus headers, in bytes; the parser itself has no limit."""
 MAX_HEADERS = 200
-"""Most headers of a request: the server scans each several times."""
+"""Maximum number of headers of a request, since the server scans each several times."""
 MAX_AHEAD = 64
-"""Most pipelined requests that a connection may send before the earlier ones are answered."""
+"""Maximum number of pipelined requests of a connection whose earlier ones are not answered."""
 FRAMING = 2
-"""Most bytes that a chunked body may take on the wire, as a multiple of `body_bytes`; more ends the connection."""
+"""Maximum size of a chunked body on the wire, as a multiple of `body_bytes`; more ends the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Connection limits of one server, in seconds and bytes; 0 turns a bound off.
+    """Connection limits of one server, in seconds and bytes; 0 turns a limit off.
 
-    header_s      from connect, or from the first byte of a later request, to the end of the request's header
-    body_s        longest gap between two pieces of a body
-    least_rate    bytes a second at which a body must arrive, from body_s after its start, and a response must be read
-    request_s     from the end of a header to the end of its body
-    reader_s      longest time for which a client may read too little of a response
-    body_bytes    longest body. The application rejects a longer one; the server only bounds how much of it it reads
-    per_address   most open connections of one address
-    connections   most open connections of all addresses: fewer than the process may have descriptors
+    header_s      maximum time from connect, or from a later request's first byte, to the end of the request's header
+    body_s        maximum time between two pieces of a body
+    least_rate    minimum rate in bytes per second at which a body must arrive, once body_s has passed, and a response
+                  must be read
+    request_s     maximum time from the end of a header to the end of the body
+    reader_s      maximum time for which a client may read too little of a response
+    body_bytes    maximum size of a body. The application rejects a larger one; the server bounds how much it reads
+    per_address   maximum number of open connections of one address
+    connections   maximum number of open connections in total, below the process's limit of descriptors
     """
 
     header_s: float = 10.0

@@ -1,7 +1,7 @@
-"""uvicorn protocol with deadlines, size bounds and a connection cap per address.
+"""uvicorn protocol of one HTTP connection, with deadlines, size limits and a limit of connections per address.
 
 A few hundred sockets that never finish a request can stop a server that waits for them without limit. This protocol
-bounds the time for a header, the least rate of a body and the time for which a client may leave a response unread.
+limits the time for a header, the minimum rate of a body and the time for which a client may leave a response unread.
 Between two requests uvicorn's own keep-alive timeout applies. A response is never cut while its client reads it."""
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._fail(InvalidRequest("this is not an HTTP/1.1 request"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Answer the request as usual, as the connection's last; the parser's exception holds the header's end."""
+        """Answer the request as usual, as the connection's last; the parser's exception has the header's end."""
         self.cycle.keep_alive = False
         if not self._body_unread():
             return
@@ -220,7 +220,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError
 
     def _fail(self, error: KvferryError) -> None:
-        """Reject a malformed request after the throttle's delay; loop.time() stands still within a callback."""
+        """Reject a malformed request after the throttle's delay; loop.time() does not advance within a callback."""
         took_s = time.perf_counter() - self._began
         self._refuse(error, self._connection_counts.delay_s(self._address or "", took_s), linger=True)
 
@@ -238,7 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.cycle is self._active and not self.cycle.response_started if reads_body else not self._answering
 
     def _disconnect(self) -> None:
-        """Tell the active request that its client is gone; uvicorn tells only a connection's newest request."""
+        """Notify the active request of the disconnect; uvicorn notifies only a connection's newest request."""
         if self._active is not None and self._answering:
             self._active.leave()
 

@@ -1,4 +1,4 @@
-"""Detection of client disconnects, and cancellation of the work for them."""
+"""Cancellation of the work for an HTTP request as soon as its client disconnects."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def disconnected(receive: Receive) -> None:
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`; if the client disconnects, cancel it and raise Cancelled.
 
-    The caller must have read the request's body. The calling task awaits `work` itself: a second task would cost as
-    much as the one that watches the client. A `ResponseCycle` tells by itself, without a task."""
+    The caller must have read the request's body. The calling task itself awaits `work`, to save the cost of a second
+    task. A `ResponseCycle` reports the disconnect without a task."""
     leaving = _Leaving()
     cycle = getattr(receive, "__self__", None)
     unwatch: Callable[[], object]
@@ -63,7 +63,7 @@ class _Leaving:
         self._timer: asyncio.TimerHandle | None = None
 
     def over(self) -> bool:
-        """Stop cancelling; return whether the disconnect was the only reason for which the task was cancelled."""
+        """Stop cancelling; return whether the disconnect was the only reason for the task's cancellation."""
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -72,7 +72,7 @@ class _Leaving:
         return self._cancels > 0 and not self._task.cancelling()
 
     def left(self) -> None:
-        """Cancel the task, now and again: the client has left."""
+        """Cancel the task, and again after AGAIN_S: the client has left."""
         if self._over:
             return
         self._cancels += 1

@@ -1,4 +1,4 @@
-"""Coroutines whose first step runs at once, before a task exists."""
+"""Start of a coroutine whose first step runs at once; it needs an asyncio task only if it does not end with it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ENDED: Any = EndedCall()
 
 
 def begun(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
-    """Run the first step of a call; return one that goes on with it, for a task, or None if it has ended.
+    """Run the first step of a call; return a coroutine that continues it, for a task, or None if it has ended.
 
-    The first step may not ask for its task, as `asyncio.timeout` does. Raises what it raises."""
+    The first step must not use the current task, as `asyncio.timeout` does. Raises what it raises."""
     if call is ENDED:
         return None
     steps: Any = call.__await__()
@@ -31,7 +31,7 @@ def begun(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
 
 
 async def _rest(steps: Any, waits: Any) -> None:
-    """Go on with the steps; since Python 3.12 a task takes no generator, which `_continued` is."""
+    """Continue the steps; since Python 3.12 a task accepts no generator, which `_continued` is."""
     await _continued(steps, waits)
 
 

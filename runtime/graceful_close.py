@@ -1,4 +1,4 @@
-"""Graceful close of idle keep-alive connections at shutdown.
+"""Graceful close of idle keep-alive HTTP connections at shutdown: each accepts one last request.
 
 A client may already have sent its next request. If the connection closed at once, the client could not tell whether
 that request ran."""
@@ -19,7 +19,7 @@ LINGER_S = 0.5
 
 
 def lingering(limits: Limits, throttle: RejectionThrottle) -> type[asyncio.Protocol]:
-    """Return a protocol as `connections.guarded` does, which also throttles malformed requests."""
+    """Return a protocol like `connections.guarded` does, which also closes gracefully and throttles rejections."""
     connection_counts = ConnectionCounts(limits.per_address, throttle, limits.connections)
     return cast(
         "type[asyncio.Protocol]", partial(LingeringProtocol, limits=limits, connection_counts=connection_counts)

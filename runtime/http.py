@@ -1,4 +1,4 @@
-"""HTTP server of a node, with the endpoints that both roles have."""
+"""HTTP server of a node: sockets, uvicorn server, FastAPI app with status endpoints, and reading of messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.runtime.tls import load
 T = TypeVar("T")
 
 HANDSHAKE_S = 5.0
-"""Longest TLS handshake with a worker, in seconds."""
+"""Maximum time of a TLS handshake with a worker, in seconds."""
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -54,7 +54,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn on sockets that are already bound, without its signal handlers: the process handles signals itself.
 
-    handshake_s: longest TLS handshake in seconds, which no protocol above TLS can bound; 0: asyncio's default, 60 s."""
+    handshake_s: maximum time of a TLS handshake in seconds; 0: asyncio's default, 60 s."""
 
     def __init__(self, config: uvicorn.Config, handshake_s: float = 0.0) -> None:
         super().__init__(config)
@@ -109,9 +109,9 @@ def make_app(
 
     health    returns the status code and body of /health
     unready   returns the reason why the node takes no work; empty if it takes work
-    tokens    returns the tokens of which a request must show one, except on those paths and /metrics
+    tokens    returns the accepted tokens; a request must carry one, except on those paths and /metrics
               (runtime/cluster_secret.py); None: no check
-    keyed     paths that check a key of their own instead
+    keyed     paths that check an API key instead
     """
     app = FastAPI(openapi_url=None)
     if tokens is not None:
@@ -130,8 +130,8 @@ def make_app(
     async def get_ready() -> JSONResponse:
         """Return the readiness, the reason if the node is not ready, and the health body."""
         why = unready()
-        told = {"ready": False, "reason": why} if why else {"ready": True}
-        return JSONResponse(told | health()[1], status_code=503 if why else 200)
+        ready = {"ready": False, "reason": why} if why else {"ready": True}
+        return JSONResponse(ready | health()[1], status_code=503 if why else 200)
 
     @app.get("/version")
     async def get_version() -> dict[str, str]:
@@ -160,7 +160,7 @@ async def read_body(request: Request, longest: int) -> bytearray:
             if len(data) > longest:
                 raise RequestTooLarge(f"the message is longer than {longest} bytes", param="body")
     except ClientDisconnect as error:
-        raise Cancelled("the sender went away before its message was read") from error
+        raise Cancelled("the sender disconnected before its message was read") from error
     return data
 
 

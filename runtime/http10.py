@@ -1,4 +1,4 @@
-"""HTTP/1.0 compatibility: responses without chunked encoding.
+"""Responses to HTTP/1.0 clients: without chunked encoding, ended by the close of the connection.
 
 uvicorn would send chunks to HTTP/1.0 clients too. `ab` and some proxies use that version.
 """

@@ -1,4 +1,4 @@
-"""Client side of an HTTP/1.1 connection whose answers are streams of messages."""
+"""Client side of an HTTP/1.1 connection with streamed answers, which routers use for calls of nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.protocol.errors import KvferryError
 KEEPALIVE_S = 2.0
 """Idle time after which a connection closes, in seconds.
 
-It is below the limit of 5 s that uvicorn sets, so that no call uses a connection while the server closes it."""
+It is below uvicorn's limit of 5 s, so that no call uses a connection while the server closes it."""
 MAX_REFUSAL_BYTES = MAX_HEAD_BYTES = 65_536
 
 Told = Callable[..., None] | None
@@ -26,7 +26,7 @@ class Decoder(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the decoder can take the next answer: no part of a message waits for its rest."""
+        """Return whether the decoder can take the next answer: no incomplete message is buffered."""
         ...
 
     def feed(self, data: bytes) -> Iterable[Any]:
@@ -41,7 +41,7 @@ class Connection(asyncio.Protocol):
     refusal   makes the error of a refusal, from its status, body and Retry-After header
     clock     seconds for the silence limit
 
-    headers: those of the answer by their names in lower case, complete once `opened` is called."""
+    headers: headers of the answer by their names in lower case, complete once `opened` is called."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._left: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._frames: Decoder | None = None
-        """Made for the first bytes of an answer, and used again: it takes more memory than all else here."""
+        """Created for the first bytes of an answer, and reused: it takes more memory than the rest of the object."""
         self.headers: dict[str, str] = {}
 
     async def exchange(

@@ -1,4 +1,4 @@
-"""CPU and memory limits of this process, from its container's cgroups.
+"""CPU cores and memory available to this process, from its container's cgroups, and its limit of open files.
 
 Every cgroup from the process's own up to the root of the mount may set a limit, in version 2 (one tree with `cpu.max`
 and `memory.max`) or version 1 (a tree per controller, with `cpu.cfs_quota_us` and `memory.limit_in_bytes`). The
@@ -22,14 +22,14 @@ _MOUNT = "sys/fs/cgroup"
 def available_cores(root: Path = _ROOT) -> int:
     """Return the number of whole cores, at least 1: the process's affinity, capped by CPU quotas.
 
-    A quota of 1.5 counts as one core: two threads that spin for each other would use it up, and the kernel would stop
-    both until the next period. `root`: directory that contains /proc and /sys."""
+    A quota of 1.5 counts as one core: two threads that spin while they wait for each other would use it up, and the
+    kernel would stop both until the next period. `root`: directory that contains /proc and /sys."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *_quotas(root)]))
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Return the bytes that can be allocated without swapping: the lesser of the machine's and the container's.
+    """Return the bytes that can be allocated without swapping, on the machine or in the container, whichever is less.
 
     Page cache counts as available in both."""
     return max(0, min([int(psutil.virtual_memory().available), *_rooms(root)]))
@@ -96,7 +96,7 @@ def _text(path: Path) -> str:
 
 
 def allow_descriptors() -> int:
-    """Raise the soft limit of open files to the hard limit, and return the limit that holds then.
+    """Raise the soft limit of open files to the hard limit, and return the resulting limit.
 
     A link connection takes nine descriptors; the usual soft limit of 1,024 exists for programs that call select."""
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Logging set-up: text or JSON lines on stderr, without prompts or outputs."""
+"""Logging set-up (text or JSON lines on stderr, without prompts or outputs), and a log with a rate limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUEST: ContextVar[str] = ContextVar("request", default="")
 TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 NOISY = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock")
 OF_CLIENTS = ("uvicorn", "python_multipart")
-"""Loggers that warn of client errors. The client gets those errors; it must not be able to fill the log."""
+"""Loggers that warn of client errors. Clients receive those errors, and must not be able to fill the log."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -70,7 +70,7 @@ def shown_time(seconds: float) -> str:
 class RateLimitedLog:
     """Rate-limited log for warnings that clients can cause.
 
-    It logs at most one in `every_s` seconds; the next one says how many it suppressed."""
+    It logs at most one warning in `every_s` seconds; the next one says how many were suppressed."""
 
     def __init__(self, log: logging.Logger, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic):
         self._log, self._every_s, self._clock = log, every_s, clock

@@ -1,4 +1,4 @@
-"""Continuous measurement of event-loop lag, which delays every stream."""
+"""Continuous measurement of an asyncio loop's lag, as a metric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.loop_metrics import LoopMetrics
 from kvferry.runtime.suspend_aware_clock import own_held_up_s
 
 PERIOD_S = 0.05
-"""Sampling period in seconds. A callback that blocks the loop for longer shows as one sample with the whole lag."""
+"""Sampling period in seconds. A callback that blocks the loop for longer gives one sample with the whole lag."""
 
 
 class LoopLag:
@@ -54,7 +54,7 @@ class LoopLag:
 
 @asynccontextmanager
 async def watched(metrics: LoopMetrics) -> AsyncIterator[None]:
-    """Measure the running loop's lag until the end of the block."""
+    """Measure the running loop's lag during the `with` block."""
     with own_held_up_s() as held_up:
         lag = LoopLag(metrics, held_up)
         lag.start()

@@ -1,4 +1,4 @@
-"""Files and folders with clients' data, which only this process's user can read."""
+"""Files and folders for clients' data, created so that only this process's user can read them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file, created for its owner alone: the `opener` of `open`. Raises OSError."""
+    """Open a file, created with access for its owner only. For `opener` of `open`. Raises OSError."""
     return os.open(path, flags, 0o600)
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder and its missing parents for their owner alone. Raises OSError."""
+    """Create a folder and its missing parents, with access for their owner only. Raises OSError."""
     for each in reversed([folder, *folder.parents]):
         with contextlib.suppress(FileExistsError):
             if not each.exists():
@@ -21,7 +21,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_private(root: Path) -> None:
-    """Take others' rights from a folder and all below it, as far as they are this user's. Raises no OSError."""
+    """Remove other users' rights from a folder and its content, as far as this user owns them. Never raises OSError."""
     for folder, _, files in os.walk(root):
         for path in (folder, *(os.path.join(folder, name) for name in files)):
             with contextlib.suppress(OSError):

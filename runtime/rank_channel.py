@@ -1,6 +1,6 @@
-"""Channel between rank 0 and the other ranks: ordered broadcast messages and barriers.
+"""Channels between rank 0 and the other ranks, on this host or others: broadcasts, messages, answers and barriers.
 
-It breaks at once when the process at either end exits."""
+A channel breaks at once when the process at either end exits."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ class Line(Protocol):
         """Close this end."""
 
 
-class RankChannels:
+class RankZeroChannels:
     """Channels of rank 0 to all other ranks.
 
-    Not thread-safe. Its methods raise OSError or EOFError if another rank is gone.
+    Not thread-safe. The methods raise OSError or EOFError if another rank has ended.
 
-    others: ranks of this host beside rank 0. remote: lines to the ranks of other hosts, which come after those."""
+    others: number of other ranks on this host. remote: lines to ranks on other hosts, numbered after them."""
 
     def __init__(self, others: int, remote: Sequence[Line] = ()) -> None:
         pairs = [Pipe() for _ in range(others)]
         self._ours: Sequence[Line] = [*(ours for ours, _ in pairs), *remote]
         self._theirs = [theirs for _, theirs in pairs]
 
-    def give(self, other: int) -> int:
-        """Return the descriptor of another rank's end for its process to inherit; call `given` afterwards."""
+    def descriptor(self, other: int) -> int:
+        """Return the descriptor of another rank's end for its process to inherit; then call `close_inherited`."""
         return self._theirs[other].fileno()
 
-    def given(self) -> None:
+    def close_inherited(self) -> None:
         """Close the other ranks' ends here, after their processes have inherited them."""
         for theirs in self._theirs:
             theirs.close()
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Send a message to all other ranks."""
         for line in self._ours:
             line.send_bytes(message)
 
-    def tell_one(self, other: int, message: bytes | memoryview) -> None:
+    def send(self, other: int, message: bytes | memoryview) -> None:
         """Send a message to one other rank."""
         self._ours[other].send_bytes(message)
 
-    def hear(self, other: int) -> bytes | bytearray:
-        """Receive the next message that a rank sent by `RankChannel.say`."""
+    def receive(self, other: int) -> bytes | bytearray:
+        """Receive the next message of another rank."""
         return self._ours[other].recv_bytes()
 
-    def meet(self) -> None:
-        """Wait until all other ranks have called `RankChannel.meet`.
+    def barrier(self) -> None:
+        """Wait until all other ranks have called `RankChannel.barrier`.
 
         Writes to shared memory before this barrier are visible to all ranks after it."""
         for line in self._ours:
@@ -75,7 +75,7 @@ class RankChannels:
 class RankChannel:
     """Channel of another rank to rank 0, over an inherited descriptor or another line.
 
-    Its methods raise OSError or EOFError if rank 0 is gone."""
+    The methods raise OSError or EOFError if rank 0 has ended."""
 
     def __init__(self, line: int | Line) -> None:
         if isinstance(line, int):
@@ -83,15 +83,15 @@ class RankChannel:
             line = Connection(line)
         self._line: Line = line
 
-    def hear(self) -> bytes | bytearray:
+    def receive(self) -> bytes | bytearray:
         """Receive the next message of rank 0."""
         return self._line.recv_bytes()
 
-    def say(self, message: bytes | memoryview) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """Send a message to rank 0."""
         self._line.send_bytes(message)
 
-    def meet(self) -> None:
-        """Wait for all ranks, as `RankChannels.meet` does."""
+    def barrier(self) -> None:
+        """Wait for all ranks, like `RankZeroChannels.barrier`."""
         self._line.send_bytes(b"")
         self._line.recv_bytes()

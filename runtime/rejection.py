@@ -1,4 +1,4 @@
-"""Retry-After of rejected requests, and a rejection as raw bytes for servers without an application."""
+"""HTTP rejections: the Retry-After header, an error response as raw bytes, and the close of a rejected connection."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ RETRY_AFTER_S = {429: 1.0, 503: 5.0}
 """Default Retry-After in seconds by status: capacity frees after about one token, a node returns after a restart."""
 
 LINGER_S = 5.0
-"""Longest time for which the rest of a rejected request is read and dropped, in seconds."""
+"""Maximum time for which the rest of a rejected request is read and dropped, in seconds."""
 MAX_DRAINED_BYTES = 64 << 20
-"""Most bytes of a rejected request that are read and dropped."""
+"""Maximum number of bytes of a rejected request that are read and dropped."""
 
 
 def retry_headers(status: int, seconds: float | None = None) -> dict[str, str]:

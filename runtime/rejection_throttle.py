@@ -1,8 +1,8 @@
-"""Throttle for clients whose requests keep being rejected.
+"""Throttle of the rejections to clients whose requests keep being rejected, so that they do not slow other requests.
 
-A rejection is cheap, but thousands a second delay the first tokens of other requests. So the rejected requests of one
+A rejection is cheap, but thousands per second delay the first tokens of other requests. So the rejected requests of one
 source may take SHARE of the loop's time; beyond that, their rejections are delayed. Valid requests of the source are
-never delayed, since other clients may share its address. No rejection is delayed while no request is being served.
+never delayed, since other clients may share its address. No rejection is delayed while the server is otherwise idle.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable
 SHARE = 0.1
 """Share of the loop's time that the rejected requests of one source may take."""
 CREDIT_S = 0.2
-"""Loop time that they may take in a burst after a pause, in seconds."""
-PATIENCE_S = 5.0
-"""Longest delay of a rejection, in seconds: well-meaning clients must not take it for a router that hangs."""
-LEAST_S, MOST_S = 0.0003, 0.1
-"""Bounds of the loop time charged to a rejected request, in seconds: its measured time may include waits for others."""
+"""Loop time that rejected requests of a source may take in a burst after a pause, in seconds."""
+MAX_DELAY_S = 5.0
+"""Maximum delay of a rejection, in seconds, so that clients do not take it for a router that hangs."""
+MIN_COST_S, MAX_COST_S = 0.0003, 0.1
+"""Bounds of the loop time charged to a rejected request, in seconds; its measured time may include other work."""
 BUSY_S = 5.0
 """Time for which the loop counts as busy after it served a request, in seconds."""
 SOURCES = 4096
-"""Most sources that are tracked; the one rejected longest ago is dropped first."""
+"""Maximum number of tracked sources; the one rejected longest ago is dropped first."""
 
 
 class RejectionThrottle:
@@ -41,8 +41,8 @@ class RejectionThrottle:
         """Return the delay of a rejection in seconds; took_s: loop time of the rejected request."""
         now = self._clock()
         begins = max(self._free_at.pop(source, 0.0), now - CREDIT_S / SHARE)
-        cost = min(max(took_s, LEAST_S), MOST_S)
-        self._free_at[source] = min(begins + cost / SHARE, now + PATIENCE_S)
+        cost = min(max(took_s, MIN_COST_S), MAX_COST_S)
+        self._free_at[source] = min(begins + cost / SHARE, now + MAX_DELAY_S)
         if len(self._free_at) > SOURCES:
             self._free_at.popitem(last=False)
         return max(0.0, begins - now) if now < self._served + BUSY_S else 0.0

@@ -1,4 +1,4 @@
-"""Byte and header counts of a request on the wire, checked against their bounds."""
+"""Byte and header counts of the request that a connection is reading, checked against the connection's limits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AROUND = len(b": \r\n")
 class RequestLength:
     """Length of the request that a connection is reading.
 
-    longest   most bytes of a body; 0: no limit
-    received  bytes so far, all together
-    body      bytes of the body so far, without chunk framing
-    trailers  headers after the body so far
+    longest   maximum size of a body in bytes; 0: no limit
+    received  total number of bytes received
+    body      number of bytes received of the body, without chunk framing
+    trailers  number of headers received after the body
     """
 
     longest: int
@@ -57,7 +57,7 @@ class RequestLength:
         return too_many if self.trailers > MAX_HEADERS else None
 
     def body_fault(self) -> KvferryError | None:
-        """Return an error if the body is too long or its chunks too small: each chunk costs the same, however short."""
+        """Return an error if the body is too long or its chunks are too small, since each chunk costs the same."""
         if not self.longest:
             return None
         beyond = self.received - MAX_HEADER_BYTES

@@ -1,4 +1,4 @@
-"""HTTP path of a request, normalised, without the prefix that a reverse proxy adds (--root-path)."""
+"""Normalisation of an HTTP request's path, under the prefix that a reverse proxy adds to it (--root-path)."""
 
 from __future__ import annotations
 

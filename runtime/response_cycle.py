@@ -1,4 +1,4 @@
-"""One request's side of a server connection: a response's head leaves with its first bytes.
+"""uvicorn's handling of one request, changed so that a response's head is written together with its first bytes.
 
 Each write is a system call and wakes the peer: a large share of the cost of a short answer."""
 
@@ -30,7 +30,7 @@ class ResponseCycle(RequestResponseCycle):
 
     The head of a response waits for the body's first bytes, for two turns of the event loop at most.
 
-    when_gone  what `watch` was given; None: nobody watches
+    when_gone  callback of `watch`; None: no watch
     """
 
     when_gone: Callable[[], None] | None = None
@@ -38,16 +38,16 @@ class ResponseCycle(RequestResponseCycle):
 
     @classmethod
     def of(cls, cycle: RequestResponseCycle) -> ResponseCycle:
-        """Turn a new cycle of uvicorn's into one of this class; uvicorn makes them where nothing can be chosen."""
+        """Turn a new cycle of uvicorn into one of this class; uvicorn does not let the class be chosen."""
         cycle.__class__ = cls
         assert isinstance(cycle, cls)
         cycle.message_event = LightEvent(is_set=cycle.message_event.is_set())
         return cycle
 
     def watch(self, gone: Callable[[], None]) -> Callable[[], None]:
-        """Call `gone` once if the client closes its connection before the response is complete, or has already.
+        """Call `gone` once if the client closes its connection before the response is complete, or already has.
 
-        Returns what ends the watch."""
+        Returns a function that ends the watch."""
         self.flow.resume_reading()
         if self.disconnected:
             asyncio.get_running_loop().call_soon(gone)
@@ -56,11 +56,11 @@ class ResponseCycle(RequestResponseCycle):
         return self.unwatch
 
     def unwatch(self) -> None:
-        """Watch for nothing more."""
+        """End the watch."""
         self.when_gone = None
 
     def leave(self) -> None:
-        """Note that the client is gone."""
+        """Record that the client has disconnected."""
         self.disconnected = True
         self.message_event.set()
         gone, self.when_gone = self.when_gone, None
@@ -70,7 +70,7 @@ class ResponseCycle(RequestResponseCycle):
     def send(self, message: Any) -> Awaitable[None]:  # type: ignore[override]
         """Send a part of the response (ASGI), at once if the client keeps up: a coroutine costs as much as the rest.
 
-        Raises RuntimeError for a part out of its order."""
+        Raises RuntimeError for a part out of order."""
         if self.flow.write_paused and not self.disconnected:
             return self._send_later(message)
         self._send_now(message)
@@ -151,7 +151,7 @@ class ResponseCycle(RequestResponseCycle):
 
 
 class LightEvent(asyncio.Event):
-    """An asyncio.Event without its deque, 760 bytes of each open stream, while nobody waits."""
+    """An asyncio.Event without its deque (760 bytes per open stream) while nothing waits for it."""
 
     _waiters: Any = ()
 
@@ -170,22 +170,22 @@ class LightEvent(asyncio.Event):
 
 
 class Pipeline(list[Any]):
-    """Requests of a connection that wait for earlier ones, the next one last; a deque takes 760 bytes though empty."""
+    """Requests of a connection that wait for earlier ones, the next one last; an empty deque would take 760 bytes."""
 
     def appendleft(self, each: Any) -> None:
-        """Add a request behind all others."""
+        """Add a request after all waiting ones."""
         self.insert(0, each)
 
 
 def lighten(protocol: HttpToolsProtocol) -> None:
-    """Let a connection that was just made take less memory while nothing waits on it."""
+    """Reduce the memory of a new connection while nothing waits on it."""
     protocol.pipeline = cast(Any, Pipeline())
     protocol.flow._is_writable_event = LightEvent(is_set=True)
 
 
 @lru_cache(maxsize=512)
 def header_line(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    """Return a header's name in lower case, and its line. Raises RuntimeError for one that could end the head early."""
+    """Return a header's name in lower case, and its line. Raises RuntimeError for invalid characters."""
     if HEADER_RE.search(name):
         raise RuntimeError("Invalid HTTP header name.")
     if HEADER_VALUE_RE.search(value):

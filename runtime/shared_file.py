@@ -1,8 +1,8 @@
-"""Shared memory that one process writes once and all processes of a machine read.
+"""Shared memory for a model's weights, which one process writes once and all processes of a machine read.
 
 It is an anonymous file (memfd): it uses no file system, only processes that got its descriptor can open it, and it is
-freed with the last of them. The writer seals it when it is complete; from then on the kernel rejects writes. Readers
-ignore unsealed content. If a writer dies, the next process takes the turn and starts from an empty file.
+freed with the last of them. The writer seals it when it is complete; after that the kernel rejects writes. Readers
+ignore unsealed content. If a writer dies, the next process becomes the writer and starts from an empty file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 _POLL_S = 0.05
 STALLED_S = 600.0
-"""Longest time without progress of a writer (a slow disk may take long for one tensor), before others give up on it."""
+"""Seconds without progress of the writer (a slow disk may take long for one tensor) after which readers give up."""
 
 
 def make() -> int:
@@ -73,7 +73,7 @@ class SharedFile:
         fcntl.flock(self.writing, fcntl.LOCK_UN)
 
     def reader(self) -> int:
-        """Return a read-only descriptor, which the caller closes: some kernels map a sealed file through no other."""
+        """Return a read-only descriptor, which the caller closes; some kernels map a sealed file only through such."""
         return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Stop signal of a process: SIGTERM or SIGINT."""
+"""Stop signal of a process: SIGTERM asks it to drain, SIGINT or a second signal to hurry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StopSignal:
         self.asked, self.hurry = asyncio.Event(), asyncio.Event()
 
     def listen(self) -> None:
-        """Handle SIGTERM and SIGINT from now on."""
+        """Start handling SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask, number)

@@ -1,4 +1,4 @@
-"""Bounds on unread output: bytes in kernel and transport, and a minimum read rate."""
+"""Cut-off of clients that read a response too slowly: limits of unsent bytes, and a minimum read rate."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import socket
 from typing import Any
 
 KERNEL_BYTES = 128 * 1024
-"""Most unsent bytes of one connection in the kernel; the transport adds 64 KiB and one event.
+"""Maximum number of unsent bytes of one connection in the kernel; the transport adds 64 KiB and one event.
 
-Without a bound the kernel accepts megabytes, so the server does not notice that the client stopped reading."""
+Without a limit the kernel accepts megabytes, so the server does not notice that the client stopped reading."""
 
 
 class UnreadOutput:
     """Watch over one connection's unread output, which cuts off a client that reads too slowly.
 
-    It aborts the connection if the peer reads less than `least` bytes a second for `wait_s`. The kernel does so if the
-    peer reads nothing for `wait_s`, even after a complete response. wait_s 0: no limit."""
+    It aborts the connection if the peer reads less than `least` bytes per second for `wait_s`. The kernel aborts it if
+    the peer reads nothing for `wait_s`, even after a complete response. wait_s 0: no limit."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, wait_s: float, least: float):
         self._transport, self._loop = transport, loop

@@ -1,4 +1,4 @@
-"""Status reports to the supervisor as JSON lines on an inherited pipe.
+"""Status reports of a process to its supervisor (`kvferry serve`), as JSON lines on an inherited pipe.
 
     {"status": "loading", "progress": 0.4}
     {"status": "ready", "url": "http://127.0.0.1:40123", "facts": {"device": "cpu", "link": "127.0.0.1:41"}}
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class SupervisorStatus:
-    """Writing end of the status pipe. Not thread-safe; a supervisor that is gone or slow causes no error."""
+    """Writing end of the status pipe. Not thread-safe; a supervisor that has ended or is slow causes no error."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd

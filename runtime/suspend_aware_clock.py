@@ -1,4 +1,4 @@
-"""Monotonic clock that excludes time during which this process was suspended.
+"""Monotonic clock that excludes time in which this process was suspended, and the time threads waited for a core.
 
 A process that was frozen must not declare its peers dead."""
 
@@ -53,21 +53,21 @@ def _waited_s(fd: int) -> float:
 
 
 class SuspendAwareClock:
-    """Clock of the seconds during which its owner was awake.
+    """Clock of the seconds during which its owner ran.
 
-    Ticks are due every `tick_s`; at most twice that counts between two ticks. A stopped process or a blocked loop hears
-    no peer, because it does not listen."""
+    Ticks are due every `tick_s`; at most twice that counts between two ticks, since a stopped process or a blocked loop
+    cannot receive signs of life of its peers."""
 
     def __init__(self, tick_s: float = TICK_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.tick_s = tick_s
         self._clock, self._ticked, self._at = clock, clock(), 0.0
 
     def tick(self) -> None:
-        """Record that the owner is awake; call it on the owner's thread."""
+        """Record that the owner runs; call it on the owner's thread."""
         self._at, self._ticked = self.now(), self._clock()
 
     def now(self) -> float:
-        """Return the awake time in seconds."""
+        """Return the time during which the owner ran, in seconds."""
         return self._at + min(self._clock() - self._ticked, 2 * self.tick_s)
 
 
@@ -82,7 +82,7 @@ class LoopClock(SuspendAwareClock):
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Tick now and every `tick_s` from now on; call it within the running loop."""
+        """Tick now and every `tick_s` after that; call it within the running loop."""
         self.tick()
         self.ticks += 1
         self._timer = asyncio.get_running_loop().call_later(self.tick_s, self.start)

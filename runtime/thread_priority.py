@@ -1,4 +1,4 @@
-"""Lower scheduling priority for a process's background threads."""
+"""Lower scheduling priority (niceness) for the calling thread, used by background threads."""
 
 from __future__ import annotations
 

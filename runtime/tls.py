@@ -1,4 +1,4 @@
-"""TLS of servers, and of the router's connections to workers."""
+"""TLS settings of servers, and of the router's connections to workers, checked and loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(config: uvicorn.Config) -> uvicorn.Config:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTls:
-    """How connections to workers are encrypted.
+    """Encryption of connections to workers.
 
     context      verifies workers' certificates, and every worker must have one; None: no worker is dialled over TLS
     server_name  name that their certificates must carry; empty: the host of each address
@@ -51,7 +51,7 @@ class WorkerTls:
         """Return options of asyncio's `create_connection`; raise OSError if the address may not be dialled."""
         if url.scheme != "https":
             if self.context is not None:
-                raise OSError("its address has no TLS, which --worker-ca-certs asks for")
+                raise OSError("its address has no TLS, which --worker-ca-certs requires")
             return {}
         if self.context is None:
             raise OSError("its address has TLS: name the authority of its certificate with --worker-ca-certs")
@@ -62,7 +62,7 @@ PLAIN = WorkerTls()
 
 
 def worker_tls(ca_certs: str, server_name: str) -> WorkerTls:
-    """Return what the router's settings say. Raises ConfigError."""
+    """Return the encryption that the router's settings choose. Raises ConfigError."""
     if not ca_certs:
         if server_name:
             raise ConfigError("--worker-server-name needs --worker-ca-certs", param="worker_server_name")

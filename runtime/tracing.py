@@ -1,7 +1,7 @@
-"""OpenTelemetry traces across processes: W3C trace context in, OTLP spans out.
+"""OpenTelemetry traces across processes: W3C trace context in, spans over OTLP out; does nothing without the SDK.
 
 The SDK is an optional extra. Without it, or if no traces are wanted, a span is an object that does nothing, and the
-incoming trace context is passed on unchanged. Spans contain tokens, nodes and seconds, never prompts.
+incoming trace context is forwarded unchanged. Spans contain token counts, nodes and seconds, never prompts.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Tracer:
             self._provider = self._otel = None
 
     def start(self, name: str, trace: str, began_s: float = 0.0, **attributes: Value) -> Span:
-        """Start a span within `trace`, a `traceparent` or empty; it began `began_s` seconds ago."""
+        """Start a span that began `began_s` seconds ago, within `trace`, a `traceparent` or empty."""
         if self._otel is None:
             return Span(trace)
         from opentelemetry.trace import SpanKind

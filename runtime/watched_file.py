@@ -1,4 +1,4 @@
-"""Settings file that is reloaded when it changes, such as a mounted Secret."""
+"""Settings file that is reloaded whenever it changes, such as a mounted Secret."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WatchedFile(Generic[T]):
         self._stamp, self.value = found
 
     def followed(self) -> AbstractAsyncContextManager[None]:
-        """Reload the file whenever it changes, until the end of the block."""
+        """Reload the file whenever it changes, during the `with` block."""
         return background(self.follow(), f"follow {self._flag}")
 
     async def follow(self) -> None:

@@ -15,7 +15,7 @@ from kvferry.simulate.prompts import Prompt, Prompts
 from kvferry.simulate.scenario import RunOf
 from kvferry.simulate.streams import Streams
 from kvferry.simulate.tiers import Tiers
-from kvferry.worker.stream_rates import StreamRates
+from kvferry.worker.step_time_fit import StepTimeFit
 
 WEIGHT = 0.1
 """Weight of a new observation in the rates that the node's lease announces (worker/rates.py)."""
@@ -43,7 +43,7 @@ class Node:
         self._cores = Cores()
         self._at, self._plan = 0.0, 0
         self._rate, self._step_s = machine.prefill_tokens_per_s, machine.decode_s(1, 0)
-        self._stream_rates = StreamRates(self._step_s)
+        self._stream_rates = StepTimeFit(self._step_s)
 
     @property
     def asking(self) -> int:

@@ -1,1 +1,1 @@
-"""Node that transcribes speech with kvferry's own Whisper."""
+"""Node that transcribes speech with kvferry's own Whisper implementation."""

@@ -1,4 +1,4 @@
-"""Construction of a speech engine from settings: device, model and pool, once at start."""
+"""Construction of a speech node's model from settings: Whisper's encoder and decoder, KV pool and engine loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("kvferry.worker")
 
 @dataclass(frozen=True, slots=True)
 class SpeechParts:
-    """Speech model whose thread is not started, and what its node announces."""
+    """Speech model whose thread is not started, with the facts that its node announces."""
 
     model: SpeechModel
     source: ModelSource

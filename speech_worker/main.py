@@ -1,4 +1,4 @@
-"""Main coroutine of a node that transcribes speech: serves until a signal drains the node or until it fails."""
+"""Main coroutine of a speech node's process: serves until a signal drains the node or until it fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.runtime.signals import StopSignal
 async def serve_speech(settings: WorkerSettings) -> None:
     """Run a node until SIGTERM or SIGINT. Raises ConfigError when it cannot start.
 
-    If its engine ends or hangs, the process ends with exit status 1: to routers the node has died."""
+    If its engine ends or hangs, the process ends with exit status 1, so that routers see a dead node."""
     require_decoder()
     from kvferry.speech_worker.node import SpeechNode
 

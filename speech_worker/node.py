@@ -1,4 +1,4 @@
-"""Lifecycle of a node that transcribes speech: loading, joining, ready, draining."""
+"""Lifecycle of a node that transcribes speech: loads the model, joins the cluster, serves and drains."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.speech_worker.assembly import assemble_speech
 from kvferry.speech_worker.runtime import SpeechRuntime
-from kvferry.worker.address import NodeAddress
 from kvferry.worker.membership import new_epoch
+from kvferry.worker.node_address import NodeAddress
 
 log = logging.getLogger("kvferry.worker")
 

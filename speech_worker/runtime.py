@@ -1,4 +1,4 @@
-"""Running parts of a speech node: engine, routes, lease and watchdog."""
+"""Running speech node with a loaded model: engine thread, routes, lease and watchdog, from start to drain."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.speech_worker.assembly import SpeechParts
 from kvferry.speech_worker.service import SpeechService
 from kvferry.speech_worker.vitals import SpeechVitals
-from kvferry.worker.address import NodeAddress
-from kvferry.worker.load import WAIT_S, decode_pressure
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.membership import LAST_WORD_S, Membership
+from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.pool_memory import GIB
+from kvferry.worker.scaling_signals import WAIT_S, decode_pressure
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.watchdog import Watchdog
 
@@ -33,9 +33,9 @@ log = logging.getLogger("kvferry.worker")
 
 
 class SpeechRuntime:
-    """Parts of a node whose model is loaded; its threads run from here on. It belongs to one asyncio loop.
+    """Running parts of a node whose model is loaded. They belong to one asyncio loop.
 
-    broken: set when a thread has ended or hangs. Its token streams carry signs of life alone."""
+    broken: set when a thread has ended or hangs. The node's token streams carry only heartbeats."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class SpeechRuntime:
         return decode_pressure(self._load, self._settings.max_num_seqs, latency=0.0, waits_s=WAIT_S)
 
     async def drain(self, stop: StopSignal) -> None:
-        """Take nothing new, let files be finished within `drain_timeout`, leave and stop.
+        """Accept no new work, finish running files within `drain_timeout`, leave the cluster and stop.
 
-        The last node of its model first serves on until another is ready, unless another process follows."""
+        The last node of its model first continues to serve until another is ready, unless it is being restarted."""
         may_wait = stop.patience(self._settings.drain_timeout)
         if not self._settings.respawned:
             await self.membership.relief(lambda: may_wait() and self._streams.followed)

@@ -1,4 +1,4 @@
-"""Answers to SpeechRequests: files are transcribed side by side, each within bounds."""
+"""Transcription on a speech node: answers SpeechRequests, several files at a time, within bounds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvferry.protocol.speech import SpeechRequest
 from kvferry.protocol.speech_metrics import SpeechMetrics
 
 DECODING_THREADS = 2
-"""Threads that decode audio files, beside the engine's."""
+"""Number of threads that decode audio files, besides the engine's."""
 WAITING_FACTOR, MAX_BYTES = 4, 2**30
-"""Files that may wait for each one that is transcribed, and bytes of all files, beyond which new ones are refused."""
+"""Maximum number of waiting files per transcribed one, and bytes of all files; further files are refused."""
 
 
 @dataclass
 class SpeechService:
     """Transcriptions of one node. Implements `worker.media_engine.MediaEngine`. It belongs to one asyncio loop.
 
-    seats: files that are transcribed at once. max_seconds: longest file."""
+    seats: number of files transcribed at once. max_seconds: maximum length of a file, in seconds of audio."""
 
     model: SpeechModel
     metrics: SpeechMetrics
@@ -50,7 +50,7 @@ class SpeechService:
     async def transcribe(
         self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
     ) -> None:
-        """Write down, or translate, what audio says.
+        """Transcribe or translate speech.
 
         Raises InvalidRequest naming the field, and Overloaded if too many files wait."""
         options = SpeechOptions.of(request, [code for code, _ in self.model.config.tokens.languages])
@@ -66,7 +66,7 @@ class SpeechService:
 
     @asynccontextmanager
     async def _seat(self) -> AsyncIterator[None]:
-        """Wait for a seat, and hold it."""
+        """Wait until a file may be transcribed, and count it as running during the `with` block."""
         self.waiting += 1
         try:
             await self._free.acquire()

@@ -1,4 +1,4 @@
-"""Progress of a speech node's threads."""
+"""Watch over a speech node's engine thread and asyncio loop, for the watchdog and heartbeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, he
 from kvferry.worker.watchdog import LOOP_S, Watched
 
 ENGINE_S = 60.0
-"""Seconds without a turn after which the engine hangs: a layer of a large encoder takes seconds on a CPU."""
+"""Seconds without progress after which the engine counts as hanging; an encoder layer takes seconds on a CPU."""
 
 
 class SpeechVitals:
@@ -20,14 +20,14 @@ class SpeechVitals:
         self._of_loop = Watched(lambda: loop.ticks)
 
     def look(self) -> None:
-        """Check both once."""
+        """Check both threads once."""
         self._clock.tick()
         for each in (self._of_engine, self._of_loop):
             each.look(self._clock.now())
 
     @property
     def pulse(self) -> Pulse:
-        """Return the last observation. A long turn is no sign of a fault to routers: no token stream waits for it."""
+        """Return the last observation, without the engine's: no token stream waits for a long turn."""
         return Pulse(loop_s=round(self._of_loop.still_s, 2))
 
     @property
@@ -38,5 +38,5 @@ class SpeechVitals:
         if self._of_engine.still_s - self._of_engine.starved_s > ENGINE_S:
             return f"a turn of the engine has taken {self._of_engine.still_s:.0f} s"
         if self._of_loop.still_s > LOOP_S:
-            return f"the asyncio loop has not moved for {self._of_loop.still_s:.0f} s"
+            return f"the asyncio loop has made no progress for {self._of_loop.still_s:.0f} s"
         return None

@@ -33,7 +33,7 @@ WORKERS = (
     "kvferry.decode_worker.service",
     "kvferry.engine.ranks.device_group",
     "kvferry.engine.ranks.rank_worker",
-    "kvferry.worker.model",
+    "kvferry.worker.model_loading",
     "kvferry.worker.serve",
 )
 """What nodes and their ranks import, PyTorch too."""

@@ -142,7 +142,7 @@ class Worker:
         mounted = service.endpoints
         tables += [mounted.tiers._waiting, mounted.tiers._coming]
         tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._coming]
-        tables += [mounted.fetches._asker.transfers, mounted.supplies._giving]
+        tables += [mounted.fetches._asker.transfers, mounted.supplies._supplies]
         if not self.link_lost:
             tables += [mounted.arrivals._open, mounted.sender.transfers, mounted.arrivals.receiver.transfers]
         if mounted.embeddings is not None:
@@ -151,7 +151,7 @@ class Worker:
         halves = [half for half in halves if not isinstance(half, EncodeService)]
         for half in halves:
             prefills = isinstance(half, PrefillService)
-            tables += [half._answers, half._ships._offers] if prefills else [half._buddies._making]
+            tables += [half._answers, half._ships._offers] if prefills else [half._replication._making]
         return self.loaded.engine.busy or service.busy() or any(tables)
 
 
@@ -240,10 +240,10 @@ class Router:
         return any(d.request_id == request_id and d.finish_reason for d in self.deltas)
 
     async def _post(self, worker: Worker, path: str, message: Any) -> httpx.Response:
-        return await self._http.post(f"{worker.node.face.url}/attempts/{path}", content=_packed(message))
+        return await self._http.post(f"{worker.node.address.url}/attempts/{path}", content=_packed(message))
 
     async def _read_answer(self, answer: Answer, request: PrefillRequest) -> None:
-        url = f"{self.prefill.node.face.url}/attempts/prefill"
+        url = f"{self.prefill.node.address.url}/attempts/prefill"
         async with self._http.stream("POST", url, content=_packed(request)) as response:
             answer.status = response.status_code
             if response.status_code != 200:
@@ -255,7 +255,7 @@ class Router:
                 answer.messages += reader.feed(data)
 
     async def _read_stream(self) -> None:
-        url = f"{self.decode.node.face.url}/streams/{self.name}"
+        url = f"{self.decode.node.address.url}/streams/{self.name}"
         asked = {"epoch": self.decode.target.epoch}
         acknowledged = time.monotonic()
         async with self._http.stream("GET", url, params=asked) as response:

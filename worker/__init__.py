@@ -1,1 +1,1 @@
-"""Shared runtime of prefill and decode processes: engine, link, lease and HTTP as one node."""
+"""Shared parts of prefill, decode and encode nodes: engine, link, lease and HTTP server, built from settings."""

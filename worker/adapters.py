@@ -1,4 +1,4 @@
-"""LoRA adapters of a node: loaded at start or on request, and announced in its lease."""
+"""LoRA adapters of a node: loads them at start or on request, and keeps the list that its lease announces."""
 
 from __future__ import annotations
 

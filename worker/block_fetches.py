@@ -1,4 +1,4 @@
-"""Fetches of blocks of any kind: grants for those that come, their accounts, and nodes that are left alone."""
+"""Base of the fetches of blocks from other nodes (prefixes, embeddings): grants, metrics, pauses of failed nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
 SHUN_S = 5.0
-"""Seconds for which a holder is not asked after it was late, lost, or sent corrupt blocks."""
+"""Seconds for which no fetch goes to a node that was late or lost, or that sent corrupt blocks."""
 OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
     (NotFound, "lacking"),
     (GrantRefused, "refused"),
@@ -41,7 +41,7 @@ NODE_FAULTS = ("late", "corrupt", "lost")
 class BlockFetches:
     """Fetches of one kind of blocks. Implements `kv_transfer.fetch.FetchEvents`, and `GrantEvents` for their supplies.
 
-    kind: of the supplies."""
+    kind: class of the supplies."""
 
     def __init__(
         self, base: Base, arrivals: GrantDispatch, asker: FetchClient, kind: type[Supply | EmbeddingSupply]
@@ -57,7 +57,7 @@ class BlockFetches:
         raise NotImplementedError
 
     def _landed(self, engine: Engine, key: TransferKey, number: int | None) -> None:
-        """Register the blocks that a grant brought, for this fetch, if it is still open."""
+        """Register the blocks that a grant received; `number` is its fetch, if that is still open."""
         raise NotImplementedError
 
     def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
@@ -68,7 +68,7 @@ class BlockFetches:
         return self._shunned.get(node, 0.0) > time.monotonic()
 
     def _blame(self, node: DecodeTarget, error: KvferryError) -> str:
-        """Leave a node alone for SHUN_S if a fetch failed by its fault; return the fetch's metric label."""
+        """Pause fetches from a node for SHUN_S if it caused the failure of one; return the fetch's metric label."""
         outcome = next(name for kind, name in OUTCOMES if isinstance(error, kind))
         if outcome in NODE_FAULTS:
             now = time.monotonic()
@@ -102,7 +102,7 @@ class BlockFetches:
         self._base.engine.submit(lambda engine: self._landed(engine, key, number))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
-        """End the fetch; its blocks stay held until `quiet`."""
+        """End the fetch; its blocks stay held until `quiet` (nothing writes them any more)."""
         number = self._asker.ended(key)
         if number is not None:
             self.unsupplied(number, error)

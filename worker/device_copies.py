@@ -1,4 +1,4 @@
-"""Asynchronous copies between a GPU's KV pool and host memory, on streams of their own."""
+"""Copies between a GPU's KV pool and host memory, on CUDA streams beside the engine's; used by tiers and ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Pools of a node's ranks, one per device, presented as one pool to the link and the tiers.
+"""KV pools of a node's ranks with one device each, presented as one pool to the link and the tiers.
 
 Whole blocks pass through rows of host memory. Each rank of this host reads or writes its own part of a row; ranks of
-other hosts exchange theirs over their lines (`worker.hosts.remote_parts`)."""
+other hosts exchange their parts over channels (`worker.hosts.remote_parts`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvferry.kv_transfer.checksum import Checksums, InlineChecksums
 from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.protocol.errors import reason
 from kvferry.runtime.limits import available_memory
-from kvferry.runtime.rank_channel import RankChannel, RankChannels
+from kvferry.runtime.rank_channel import RankChannel, RankZeroChannels
+from kvferry.worker.block_parts import Move, Segments
 from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import GIB, MEMORY_MARGIN
-from kvferry.worker.segments import Move, Segments
 from kvferry.worker.shared_rows import SharedRows
 
 GROWTH, MOST = 64 << 20, 256
@@ -38,13 +38,13 @@ class DeviceRankPool(BlockMemory):
     Calls raise DeviceLost once a rank has failed to move its part, or once host memory for the link's rows has run out:
     it is then unknown which parts moved. `lost` says why. The node must end then; link and tiers survive the exception.
 
-    others: all ranks but this one. remote: parts of those that run on other hosts."""
+    others: number of ranks besides this one. remote: parts of the ranks that run on other hosts."""
 
     def __init__(
         self,
         own: Segments,
         rows: SharedRows,
-        lines: RankChannels,
+        lines: RankZeroChannels,
         others: int,
         block_bytes: int,
         remote: Sequence[RemotePart] = (),
@@ -132,13 +132,13 @@ class DeviceRankPool(BlockMemory):
         if self.lost:
             raise DeviceLost(self.lost)
         try:
-            self._lines.tell(pickle.dumps(call))
+            self._lines.broadcast(pickle.dumps(call))
             rows = [self._rows[number] for number in call.rows] if isinstance(call, Move) else []
             if isinstance(call, Move) and not call.out:
                 for part in self._remote:
                     part.send(rows)
             found = _do(call, self._own, self._rows)
-            answers = [self._lines.hear(other).decode() for other in range(self._others)]
+            answers = [self._lines.receive(other).decode() for other in range(self._others)]
             if isinstance(call, Move) and call.out and not any(answers):
                 for part in self._remote:
                     part.receive(rows)
@@ -156,17 +156,17 @@ def follow(line: RankChannel, own: Segments, rows: SharedRows) -> None:
 
     Raises OSError or EOFError when rank 0 has ended."""
     while True:
-        call: int | Move = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own socket
+        call: int | Move = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own socket
         try:
             _do(call, own, rows)
             wrong = ""
         except Exception as error:
             wrong = reason(error)
-        line.say(wrong.encode())
+        line.send(wrong.encode())
 
 
 def _do(call: int | Move, own: Segments, rows: SharedRows) -> Sequence[int]:
-    """Execute one call: a number grows the shared rows by so many, a Move copies this rank's part."""
+    """Execute one call: a number grows the shared rows by that many, a Move copies this rank's part."""
     if isinstance(call, int):
         return rows.grow(call)
     own.move(call, rows)

@@ -1,4 +1,4 @@
-"""Ranks of a node with one GPU each: every rank's pool holds only its own KV heads."""
+"""Processes of a node's ranks with one GPU each, seen from rank 0: every rank's pool holds only its own KV heads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvferry.engine.ranks.meeting import FileMeeting, Meeting
 from kvferry.engine.ranks.sharded_model import ShardedModel
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.block_parts import RankPart, Segments
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory
 from kvferry.worker.ranks import MOVES, Ranks
-from kvferry.worker.segments import RankPart, Segments
 from kvferry.worker.shared_rows import SharedRows
 
 
@@ -30,7 +30,7 @@ class DeviceRanks(Ranks):
 
     def __init__(self, settings: WorkerSettings, device: torch.device) -> None:
         super().__init__(settings, device)
-        self._moves.given()
+        self._moves.close_inherited()
 
     def lead(self, model: Model) -> ShardedModel:
         """Wait for all ranks to load their shards, then connect the device group. Raises ConfigError."""
@@ -41,15 +41,15 @@ class DeviceRanks(Ranks):
         return led
 
     def available(self, layout: KVLayout, beside: int) -> float:
-        """Return the bytes that whole blocks could take, limited by the rank with the least memory.
+        """Return the bytes available to whole blocks, limited by the rank with the least memory.
 
-        beside: bytes that each rank stores beside its part of a block."""
+        beside: additional bytes that each rank stores with its part of a block."""
         own = layout.of_rank(self._joined.ranks).block_bytes + beside
         least = min(available_bytes(self.device), *self._available)
         return least * (layout.block_bytes + beside) / own
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
-        """Make this rank's own pool, and tell the others to make theirs. Raises ConfigError."""
+        """Make this rank's own pool, and let the other ranks make theirs. Raises ConfigError."""
         ranks = self._joined.ranks
         kv = make_pool(layout.of_rank(ranks), blocks, self.device)
         self._told(pickle.dumps((layout, blocks)))
@@ -72,8 +72,8 @@ class DeviceRanks(Ranks):
         return self._joined
 
     def _met(self) -> Meeting:
-        """Return where the device groups of all ranks meet."""
+        """Return the rendezvous of the device groups of all ranks."""
         return FileMeeting(os.memfd_create("meeting", os.MFD_CLOEXEC))
 
     def _given(self, rank: int) -> tuple[int, ...]:
-        return (*super()._given(rank), self._moves.give(rank - 1), *self._meeting.inherited)
+        return (*super()._given(rank), self._moves.descriptor(rank - 1), *self._meeting.inherited)

@@ -1,4 +1,4 @@
-"""Construction of an engine's draft model, for speculative decoding, from settings."""
+"""Construction of an engine's draft model with its own KV pool, for speculative decoding, from settings."""
 
 from __future__ import annotations
 

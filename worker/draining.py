@@ -1,4 +1,4 @@
-"""End of a drain: running requests finish or move within a period, and the rest is left to other nodes."""
+"""Last step of a drain: waits until running requests end or move, then drops the rest for routers to recover."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvferry.protocol.errors import Draining
 log = logging.getLogger("kvferry.worker")
 
 LOOK_S = 0.05
-"""Seconds between two checks whether requests still run."""
+"""Seconds between two checks of whether requests still run."""
 GIVE_UP_S = 1.0
-"""Limit in seconds for the engine to give up its requests, since its step may hang."""
+"""Maximum time for the engine to drop its requests, in seconds, since its step may hang."""
 
 
 async def finish_requests(engine: EngineLoop, busy: Callable[[], bool], may_wait: Callable[[], bool]) -> None:
-    """Wait while the node is busy and `may_wait` returns true; then give up the requests that are left.
+    """Wait while the node is busy and `may_wait` returns true; then drop the remaining requests.
 
-    Their routers learn of it before the node leaves, and recover them on other nodes. They would otherwise take the
-    end of the process for its death, and suspect its requests of having caused it."""
-    while busy() and may_wait():  # noqa: ASYNC110 - nobody tells
+    Their routers are notified before the node leaves the cluster, and recover the requests on other nodes. They would
+    otherwise take the end of the process for a crash, and suspect its requests of having caused it."""
+    while busy() and may_wait():  # noqa: ASYNC110 - no event reports it
         await asyncio.sleep(LOOK_S)
     if not busy():
         return

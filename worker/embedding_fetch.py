@@ -1,8 +1,8 @@
-"""Rows of media from this node's pool, from the encode node that a job names, or from this node's own encoder.
+"""Fetches a prompt's media embeddings as blocks from an encode node, or has them computed by this node's own encoder.
 
-Fetched rows land in blocks of the pool, under grant, checksums and commit of any fetch; tiers do not keep them, since
-nothing would read them back. What befalls a fetch costs its time alone: the rows are then made here. An encode node
-that is late, lost or wrong is left alone for SHUN_S."""
+An embedding is a row per token. Fetched rows arrive in blocks of the pool, with grant, checksums and commit like any
+fetch; tiers do not keep them, since nothing would read them back. A fetch that fails costs only its time: the rows are
+then computed here. An encode node that was late or lost, or sent corrupt rows, is not asked again for SHUN_S."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
 LEAST_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
-"""Time limit of a fetch: LEAST_S, and the time of its bytes at this rate."""
+"""Time limit of a fetch: LEAST_S seconds, plus the time for its bytes at this rate."""
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Media that a request waits for, until `ready` was called or it was cancelled.
+    """Media whose rows a request waits for, until `ready` was called or the request was cancelled.
 
-    rows: those found so far, by index. asked: those that were fetched, once each. stop: cancels what runs for it."""
+    rows: rows found, by index of the item. asked: items that were fetched, once each. stop: cancels the running work.
+    """
 
     root: bytes
     items: Sequence[MediaItem]
@@ -59,7 +60,7 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class RunFetch:
-    """Fetch of one run of blocks, and those who wait for it."""
+    """Fetch of one run of blocks, and the media that wait for it."""
 
     holder: DecodeTarget
     hashes: Sequence[bytes]
@@ -68,9 +69,9 @@ class RunFetch:
 
 
 class EmbeddingFetcher(BlockFetches):
-    """Source of media's rows. Implements `EmbeddingSource`.
+    """Source of media embeddings. Implements `EmbeddingSource`.
 
-    blocks: where rows are kept. local: this node's encoder. Runs on the engine thread unless stated."""
+    blocks: keeps rows in the pool. local: this node's encoder. Runs on the engine thread unless stated."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class EmbeddingFetcher(BlockFetches):
         deadline_s: float,
         encoder: DecodeTarget | None = None,
     ) -> Callable[[], None]:
-        """See `EmbeddingSource`. From any thread; `ready` comes on the engine thread or the encoder's."""
+        """See `EmbeddingSource`. From any thread; `ready` is called on the engine thread or the encoder's."""
         wanted = Wanted(root, items, ready, time.monotonic() + deadline_s, encoder)
         self._base.engine.submit(lambda engine: self._go_on((wanted,)))
         return lambda: self._base.engine.submit(lambda engine: self._cancel(wanted))
@@ -104,7 +105,7 @@ class EmbeddingFetcher(BlockFetches):
         return bool(self._open)
 
     def _next(self, wanted: Wanted) -> None:
-        """Look for the rows here, fetch the next run that is missing, or have the rows made here."""
+        """Look for the rows in the pool, fetch the next missing run, or have the rows computed here."""
         if wanted.over:
             return
         wanted.stop = None
@@ -125,10 +126,10 @@ class EmbeddingFetcher(BlockFetches):
             self._make(wanted)
 
     def _fetch(self, wanted: Wanted, encoder: DecodeTarget, hashes: Sequence[bytes]) -> None:
-        """Fetch one run, or wait for the same run with others."""
+        """Fetch one run, or join a fetch of the same run."""
         if (number := self._coming.get(hashes[0])) is None:
             limit_s = LEAST_S + len(hashes) * self._base.parts.layout.block_bytes / SLOWEST_BYTES_PER_S
-            number = self._asker.ask(  # not within the request's own deadline, which is no fault of the node
+            number = self._asker.ask(  # a limit of its own: a short deadline of the request is not the node's fault
                 self, encoder.link_address, self._base.target, 0, hashes, limit_s, embeddings=True
             )
             self._open[number] = RunFetch(encoder, hashes, time.monotonic(), [])
@@ -137,7 +138,7 @@ class EmbeddingFetcher(BlockFetches):
         wanted.stop = lambda: self._leave(number, wanted)
 
     def _make(self, wanted: Wanted) -> None:
-        """Have the rows that are missing made by this node's encoder."""
+        """Have the missing rows computed by this node's encoder."""
         missing = [place for place in range(len(wanted.items)) if place not in wanted.rows]
 
         def made(outcome: Sequence[torch.Tensor] | Exception) -> None:
@@ -156,7 +157,7 @@ class EmbeddingFetcher(BlockFetches):
             wanted.stop()
 
     def _leave(self, number: int, wanted: Wanted) -> None:
-        """Stop waiting for a fetch; the last one to leave ends it."""
+        """Stop waiting for a fetch; cancel it if nothing else waits for it."""
         if (fetch := self._open.get(number)) is None:
             return
         fetch.waiting.remove(wanted)
@@ -171,14 +172,14 @@ class EmbeddingFetcher(BlockFetches):
         return fetch.hashes
 
     def _landed(self, engine: Engine, key: TransferKey, number: int | None) -> None:
-        """Register the blocks that arrived, even if nobody waits for them any more."""
+        """Register the blocks that arrived, even if nothing waits for them any more."""
         engine.copies.land(key, tiers=False)
         if number in self._open:
             self._base.metrics.fetches.seconds.inc(time.monotonic() - self._open[number].began)
             self._go_on(self._close(number, "done"))
 
     def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
-        """End a fetch that failed: those who waited for it do without that node."""
+        """End a failed fetch: the media that waited for it do without that node."""
         if number not in self._open:
             return
         holder = self._open[number].holder
@@ -189,14 +190,14 @@ class EmbeddingFetcher(BlockFetches):
         self._go_on(waiting)
 
     def _close(self, number: int, outcome: str) -> list[Wanted]:
-        """Remove a fetch, count its outcome, and return those who waited for it."""
+        """Remove a fetch, count its outcome, and return the media that waited for it."""
         fetch = self._open.pop(number)
         del self._coming[fetch.hashes[0]]
         self._base.metrics.fetches.ended[outcome].inc()
         return fetch.waiting
 
     def _go_on(self, waiting: Iterable[Wanted]) -> None:
-        """Go on with each of them; what goes wrong ends that one, which would wait for ever otherwise."""
+        """Continue with each of them; an error ends that one, which would otherwise wait forever."""
         for wanted in waiting:
             try:
                 self._next(wanted)
@@ -205,9 +206,9 @@ class EmbeddingFetcher(BlockFetches):
 
 
 def embedding_fetcher(base: Base, arrivals: GrantDispatch, asker: FetchClient) -> EmbeddingFetcher | None:
-    """Put a fetcher before the engine's own source of rows, and return it; None for a node without an encoder.
+    """Put a fetcher before the engine's own source of embeddings, and return it; None for a node without an encoder.
 
-    Ranks with pools of their own keep no rows in blocks."""
+    None, too, if each rank has a pool of its own, since such ranks keep no rows in blocks."""
     parts, media = base.parts, base.parts.engine.media
     if media.encoder is None or media.source is None or parts.apart is not None:
         return None

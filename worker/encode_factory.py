@@ -1,6 +1,6 @@
-"""Construction of an encode node's engine: a pool of the model's blocks and its vision tower, without its decoder.
+"""Construction of an encode node's engine: vision tower and KV pool of the model, without its decoder.
 
-The pool has the layout and the fingerprint of the model's other nodes, which fetch rows of media from it as blocks."""
+The pool has the layout and fingerprint of the model's other nodes, which fetch media embeddings from it as blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("kvferry.worker")
 
 @dataclass(slots=True, eq=False)
 class ModelOutline:
-    """Facts of a model whose weights are not here. Implements `engine.models.base.Computing`."""
+    """Facts of a model whose weights are not loaded. Implements `engine.models.base.Computing`."""
 
     info: ModelInfo
     dtype: torch.dtype
@@ -88,7 +88,7 @@ def assemble_encode_node(
     model = ModelOutline(info, own if settings.dtype == "auto" else getattr(torch, settings.dtype), device, ops)
     media = load_media(replace(settings, mm_processor_cache_gb=0.0), source, model.dtype, device)  # the pool keeps rows
     if media is None:
-        raise ConfigError(f"prompts of {source.name} hold text alone: there is nothing to encode", param="model")
+        raise ConfigError(f"prompts of {source.name} contain only text: there is nothing to encode", param="model")
     if progress is not None:
         progress(1.0)
     kept = cache_format(settings.kv_cache_dtype, batch_invariant=settings.batch_invariant)

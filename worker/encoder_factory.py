@@ -1,4 +1,4 @@
-"""Construction of an encoder engine from settings; it needs no KV pool.
+"""Construction of the engine of a text encoder (embedding or classification model) from settings.
 
 An encoder keeps no KV, but the engine expects a block per request. Each text of a step therefore holds one block of a
 pool that takes almost no memory. A block has more slots than the longest text has tokens, so no block is ever full,

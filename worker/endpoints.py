@@ -1,4 +1,4 @@
-"""Link endpoints that both roles share: sender, receiver, prefix fetch, replicas and tiers."""
+"""Endpoints that all roles of a node share: ships, fetches, replicas, tiers, KV events and media."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.worker.media_rendering import MediaRenderer
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.replica_store import ReplicaStore
 from kvferry.worker.service import Base
-from kvferry.worker.sessions import NodeSessions
+from kvferry.worker.session_notes import NodeSessions
 from kvferry.worker.tiers import Tiers
 
 
@@ -36,7 +36,7 @@ class MediaEndpoints:
         self._routes = MediaRoutes(base.app, self._renderer, self._adapters)
 
     def busy(self) -> bool:
-        """Return whether prompts are being made; a draining node waits for them."""
+        """Return whether prompts with media are being rendered; a draining node waits for them."""
         return self._routes.running > 0
 
     def stop(self) -> None:
@@ -54,7 +54,7 @@ class MediaEndpoints:
         return {each.id: each.name for each in self._base.adapters()}
 
     def _observe(self, item: MediaItem, outcome: str, seconds: float) -> None:
-        """Count an item, and learn the encoder's rate; on any thread."""
+        """Count an item, and learn the encoder's rate. From any thread."""
         assert self._media is not None
         metrics, embeddings = self._base.metrics.media, self._media.embeddings
         metrics.items[item.modality, outcome].inc()
@@ -66,7 +66,7 @@ class MediaEndpoints:
 
 
 class Endpoints:
-    """Link endpoints of a node, created before the dock starts.
+    """Endpoints of a node that all roles have, created before the dock starts.
 
     Each role adds its own parts: handlers for its grant requests (`arrivals`), and ships that it offers (`sender`)."""
 

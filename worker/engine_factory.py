@@ -1,4 +1,4 @@
-"""Construction of an engine from settings: device, model, KV pool and limits, once at start."""
+"""Construction of a decoder's engine from settings: device, model, KV pool, limits, draft model and canary."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from kvferry.model_files.unsupported_models import resolve_runnable
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.adapters import read_first
+from kvferry.worker.batch_invariance import require_batch_invariance
 from kvferry.worker.draft_factory import draft_layout, make_draft
 from kvferry.worker.encode_factory import assemble_encode_node
 from kvferry.worker.encoder_factory import assemble_encoder
 from kvferry.worker.engine_parts import EngineParts, arithmetic
 from kvferry.worker.grammar_masks import make_masks
-from kvferry.worker.invariance import require_batch_invariance
 from kvferry.worker.kv_format import kv_format
 from kvferry.worker.media_loading import load_media
-from kvferry.worker.model import load
+from kvferry.worker.model_loading import load
 from kvferry.worker.pool_memory import GIB, available_bytes, make_pool, pool_blocks
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.recurrent_states import (
@@ -67,7 +67,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         return assemble_encode_node(settings, source, device, progress)
     task = read_task(source, "last")
     if task.kind == "transcribe":
-        raise ConfigError("a model that transcribes speech has decode nodes alone: kvferry decode", param="model")
+        raise ConfigError("a model that transcribes speech has only decode nodes: kvferry decode", param="model")
     if task.encoder:
         if settings.load_format == "dummy":
             raise ConfigError("dummy weights are supported for decoders only", param="load_format")
@@ -154,7 +154,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
 def choose_device(name: str) -> torch.device:
     """Return the device of that name; auto: a GPU if torch has one, else the CPU. Raises ConfigError.
 
-    torch calls GPUs of AMD cuda, too."""
+    torch uses the name cuda for AMD's GPUs, too."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,4 +1,4 @@
-"""Engine of a node with the facts that the node announces about it."""
+"""Result of an engine's construction: the engine, its KV pool, and the facts that the node announces about them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class EngineParts:
     """Engine that is ready to run, and what the node announces about it.
 
     kv: the pool of this process. ranks: the other ranks, if several compute the model. eos_token_ids: tokens that end
-    an output by themselves; known with --enable-scale-out only, since routers name them otherwise. media: what encodes
-    images and audio; None: prompts hold text alone."""
+    an output; set only with --enable-scale-out, since kvferry's routers send them. media: encoder of images and audio;
+    None: prompts contain only text."""
 
     engine: Engine
     kv: torch.Tensor
@@ -43,22 +43,22 @@ class EngineParts:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Return the media that prompts may hold."""
+        """Return the modalities that prompts may contain."""
         return self.media.modalities if self.media is not None else ()
 
     @property
     def abilities(self) -> tuple[str, ...]:
-        """Return the entries of a lease's modalities."""
+        """Return the modalities as the lease announces them."""
         return (*self.modalities, COMPRESSED_AUDIO) if "audio" in self.modalities else self.modalities
 
     @property
     def embeddings(self) -> LocalEmbeddings | None:
-        """Return the rows of media that this node encodes; None if prompts hold text alone."""
+        """Return the local source of media embeddings; None if prompts contain only text."""
         return self.media.embeddings if self.media is not None else None
 
     @property
     def media_row_bytes(self) -> int:
-        """Return the bytes of a row that the encoder makes; 0 unless rows are kept in blocks."""
+        """Return the size of an embedding row in bytes; 0 unless rows are kept in blocks."""
         encoder = self.engine.media.encoder
         return (
             0 if encoder is None or self.apart is not None else encoder.width * self.engine.runner.model.dtype.itemsize

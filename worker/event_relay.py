@@ -1,4 +1,4 @@
-"""Relay of engine events to their consumers, with metrics."""
+"""Relay of engine events to the role's service, metrics, learned rates and block index; also sets load gauges."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class EventRelay:
         self._call_soon = call_soon
 
     def take(self, events: Sequence[Event]) -> None:
-        """Pass on the events of one engine turn, on the engine thread.
+        """Relay the events of one engine turn, on the engine thread.
 
-        The loop is scheduled before the link gets the events. The loop thus sees a first token before it sees decode's
-        acknowledgement of the commit. The link does not wait for the loop."""
+        The loop is scheduled before the link gets the events, so the loop sees a first token before the decode node's
+        acknowledgement of its commit. The link does not wait for the loop."""
         self._call_soon(lambda: self._take_on_loop(events))
         try:
             self._service.to_link(events)
         except Exception:
-            log.exception("the link did not accept the engine's events")
+            log.exception("the engine's events could not be passed to the link")
 
     def _take_on_loop(self, events: Sequence[Event]) -> None:
         """Pass events to the service first, since clients wait for tokens, then to metrics and index."""

@@ -1,6 +1,6 @@
-"""Prefix fetch: copies a prompt's leading KV blocks from another node instead of computing them.
+"""Prefix fetch: copies a prompt's leading KV blocks from another node's pool instead of computing them.
 
-The request is AWAITING meanwhile, at most a bounded time longer than computing would take.
+The request is AWAITING meanwhile, for a bounded time.
 
 A fetch transfers the blocks piece by piece; pieces that arrived are kept even if the next one fails. Requests that lack
 the same blocks share one fetch. Each piece may take SLOWNESS times its computing time. A holder that is late or lost is
@@ -28,9 +28,9 @@ from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
 PIECE = 256
-"""Blocks of one fetch."""
+"""Number of blocks in one fetch."""
 TURNS = 4
-"""Fetches that a request may await beyond the expected number, because blocks get evicted or fetches cancelled."""
+"""Number of fetches that a request may await beyond the expected one, since blocks are evicted or fetches cancelled."""
 LEAST_S, SLOWNESS = 1.0, 2.0
 """Time limit of a piece: at least LEAST_S, and SLOWNESS times the time to compute it here."""
 
@@ -39,9 +39,9 @@ LEAST_S, SLOWNESS = 1.0, 2.0
 class PendingFetch:
     """Request that awaits blocks from another node.
 
-    number: id of its own fetch, 0 while it awaits another request's. missing: hash of the first block that the fetch
-    brings. hashes: of all blocks up to the last one. turns: fetches awaited so far. others: requests that await the
-    same fetch."""
+    number: id of its own fetch, 0 while it awaits another request's. missing: hash of the first block of the fetch.
+    hashes: hashes of all blocks up to the fetch's last one. turns: number of fetches awaited. others: requests that
+    await the same fetch."""
 
     request: Request
     holder: Holder
@@ -103,9 +103,9 @@ class PrefixFetcher(BlockFetches):
     def _ask(self, engine: Engine, fetching: PendingFetch, here: int, hashes: Sequence[bytes]) -> None:
         engine.pool.miss_reasons.note(hashes[here:], "not_arrived")
         fetching.missing, fetching.hashes, fetching.asked_at = hashes[here], hashes, time.monotonic()
-        patience_s = self._patience_s((len(hashes) - here) * fetching.request.block_size)
+        timeout_s = self._timeout_s((len(hashes) - here) * fetching.request.block_size)
         fetching.number = self._asker.ask(
-            self, fetching.holder.node.link_address, self._base.target, here, hashes, patience_s
+            self, fetching.holder.node.link_address, self._base.target, here, hashes, timeout_s
         )
         self._open[fetching.number] = self._coming[fetching.missing] = fetching
 
@@ -155,7 +155,7 @@ class PrefixFetcher(BlockFetches):
                 (self._next if engine.states is None else self._go_on)(engine, each)
 
     def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
-        """End a failed fetch; requests with the same holder compute, others fetch from their own."""
+        """End a failed fetch; requests with the same holder compute, requests with another holder fetch from that."""
         if number not in self._open:
             return
         fetching = self._open[number]
@@ -173,5 +173,5 @@ class PrefixFetcher(BlockFetches):
         others, fetching.others, fetching.number = fetching.others, [], 0
         return others
 
-    def _patience_s(self, tokens: int) -> float:
+    def _timeout_s(self, tokens: int) -> float:
         return max(LEAST_S, SLOWNESS * tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0))

@@ -1,4 +1,4 @@
-"""Server side of prefix fetches: sends cached blocks to other nodes, and holds the blocks meanwhile."""
+"""Server side of fetches: sends cached blocks or embeddings to nodes that ask for them, and holds them meanwhile."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from kvferry.protocol.link_messages import EmbeddingSupply, Fetch, Supply
 from kvferry.worker.service import Base
 
 AT_ONCE = 16
-"""Supplies in flight at once; further fetches are denied, and their nodes compute instead."""
+"""Maximum number of supplies in flight; further fetches are denied, and their nodes compute instead."""
 
 
 class PrefixSupplier:
-    """Supplier of cached blocks to nodes that fetch a prefix.
+    """Supplier of cached blocks to nodes that fetch them.
 
     Implements `kv_transfer.ports.ShipEvents`, for supplies."""
 
     def __init__(self, base: Base, sender: Sender) -> None:
         self._base, self._sender = base, sender
         self._lock = threading.Lock()
-        self._giving: dict[int, list[tuple[int, int]]] = {}
-        self._giver = FetchServer(base.dock, self._wanted)
+        self._supplies: dict[int, list[tuple[int, int]]] = {}
+        self._server = FetchServer(base.dock, self._wanted)
 
     # On the engine thread.
 
-    def _give(self, engine: Engine, peer: Peer, fetch: Fetch) -> None:
+    def _supply(self, engine: Engine, peer: Peer, fetch: Fetch) -> None:
         here, kept = _found(engine, fetch)
         if kept <= fetch.first:
-            self._giver.deny(peer, fetch, NotFound("these blocks are no longer cached here"))
-        elif len(self._giving) >= AT_ONCE:
-            self._giver.deny(peer, fetch, GrantRefused(f"{AT_ONCE} other nodes are already fetching blocks"))
+            self._server.deny(peer, fetch, NotFound("these blocks are no longer cached here"))
+        elif len(self._supplies) >= AT_ONCE:
+            self._server.deny(peer, fetch, GrantRefused(f"{AT_ONCE} other nodes are already fetching blocks"))
         else:
             kind = EmbeddingSupply if fetch.embeddings else Supply
             supply = kind(fetch.transfer, len(here), fetch.deadline_s)
             with self._lock:  # the grant may come before `offer` returns
                 transfer = self._sender.offer(fetch.asker, supply, self, peer)
-                self._giving[transfer] = list(enumerate(here))
+                self._supplies[transfer] = list(enumerate(here))
             engine.copies.give(transfer, here)
 
     def _quiet(self, engine: Engine, transfer: int) -> None:
         engine.copies.returned(transfer)
         with self._lock:
-            del self._giving[transfer]
+            del self._supplies[transfer]
 
     # Called on the link thread.
 
@@ -55,18 +55,18 @@ class PrefixSupplier:
         try:
             self._base.require_ready()
         except Draining as error:
-            self._giver.deny(peer, fetch, error)
+            self._server.deny(peer, fetch, error)
         else:
-            self._base.engine.submit(lambda engine: self._give(engine, peer, fetch))
+            self._base.engine.submit(lambda engine: self._supply(engine, peer, fetch))
 
     def granted(self, transfer: int, first_block: int) -> None:
         with self._lock:
-            blocks = self._giving[transfer]
+            blocks = self._supplies[transfer]
         self._sender.ship(transfer, blocks[first_block:])
         self._sender.commit(transfer, None)
 
     def sent(self, transfer: int) -> None:
-        """Ignored: a supply is given to the sender all at once."""
+        """Do nothing: all blocks of a supply are passed to the sender at once."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         fetches = self._base.metrics.fetches
@@ -75,7 +75,7 @@ class PrefixSupplier:
         self._base.call_soon(lambda: self._base.rates.shipped(stats.bytes, stats.sending_s))
 
     def failed(self, transfer: int, error: KvferryError) -> None:
-        """Ignored: the node that fetches counts the failure."""
+        """Do nothing: the node that fetches counts the failure."""
 
     def quiet(self, transfer: int) -> None:
         self._base.engine.submit(lambda engine: self._quiet(engine, transfer))

@@ -1,4 +1,4 @@
-"""Grammar support of a node: the tokenizer's vocabulary and the threads that compute masks."""
+"""Construction of a node's grammar masks (structured output) from the tokenizer's vocabulary, with their threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("kvferry.worker")
 CORES_PER_THREAD = 8
 """CPU cores per mask thread.
 
-These threads compute the masks that would hold up the engine thread: first masks, slow ones, and searches for a way to
+These threads compute the masks that would delay the engine thread: first masks, slow masks, and searches for a way to
 complete the output."""
 
 

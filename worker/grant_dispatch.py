@@ -1,4 +1,4 @@
-"""Dispatch of incoming grant requests to handlers by the type of what is asked for."""
+"""Dispatch of incoming grant requests to handlers by their kind: job, copy of blocks, supply of a fetch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice of the number format of a node's KV cache."""
+"""Choice of the number format of a node's KV cache, from --kv-cache-dtype and what the kernels support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.settings import WorkerSettings
 
 
 def kv_format(settings: WorkerSettings, *models: Model | None) -> torch.dtype | None:
-    """Return the KV number format of the settings; None: each model's own.
+    """Return the number format of the KV cache that the settings choose; None: each model's own format.
 
     Raises ConfigError when the kernels do not support it for a model."""
     name = settings.kv_cache_dtype

@@ -1,4 +1,4 @@
-"""Interface to an engine that reads images, audio or video."""
+"""Interface of an engine that renders prompts with media and transcribes audio: a node's own, or another server."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvferry.protocol.speech import SpeechRequest
 
 
 class MediaEngine(Protocol):
-    """What a node's routes for media need: the engine of an own node, or the client of another server.
+    """Engine that a node's media routes call: the node's own, or the client of another server.
 
-    `chat` is JSON of an object with messages, in the OpenAI API's form, and variables of the chat template."""
+    `chat` is a JSON object with messages, in the OpenAI API's form, and variables of the chat template."""
 
     async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
         """Return a chat's prompt. adapter: name of a LoRA adapter; empty: none.
 
-        template: chat template in place of the model's own; empty: the model's."""
+        template: chat template to use instead of the model's; empty: the model's."""
         ...
 
     async def transcribe(
         self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
     ) -> None:
-        """Write down, or translate, what audio says. begun: called with the content type before the first bytes."""
+        """Transcribe or translate speech. begun: called with the content type before the first bytes."""
         ...

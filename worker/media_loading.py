@@ -1,4 +1,4 @@
-"""Media of an own node: the model's encoder, the source of its rows, and the limits of a prompt."""
+"""Media support of a node's model: loads its encoder of images and audio, and reads the limits of a prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class NodeMedia:
-    """Encoder of a node's model, and what runs it. limits: most items of a prompt by modality, where there are any."""
+    """Media encoder of a node's model, and the source of its embeddings.
+
+    limits: maximum number of items in a prompt by modality, for modalities that have a limit."""
 
     encoder: MediaEncoder
     embeddings: LocalEmbeddings
@@ -32,16 +34,16 @@ class NodeMedia:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Return the modalities that prompts may hold."""
+        """Return the modalities that prompts may contain."""
         return tuple(each for each in MODALITIES if each in self.encoder.modalities and self.limits.get(each, 1))
 
 
 def load_media(
     settings: WorkerSettings, source: ModelSource, dtype: torch.dtype, device: torch.device
 ) -> NodeMedia | None:
-    """Load the encoder of a model's images and audio; None if prompts are to hold text alone.
+    """Load the encoder of a model's images and audio; None if prompts contain only text.
 
-    Random weights have no processor. Of several ranks the first encodes. Raises ConfigError naming the flag."""
+    Dummy weights have no processor. With several ranks, rank 0 encodes. Raises ConfigError naming the flag."""
     limits = read_limits(settings.limit_mm_per_prompt)
     off = settings.language_model_only or all(limits.get(each) == 0 for each in MODALITIES)
     if off or settings.load_format == "dummy":
@@ -50,12 +52,12 @@ def load_media(
     if encoder is None:
         return None
     media = NodeMedia(encoder, LocalEmbeddings(encoder, int(settings.mm_processor_cache_gb * GB), device), limits)
-    log.info("prompts may hold %s", ", ".join(media.modalities) or "text alone")
+    log.info("prompts may contain %s", ", ".join(media.modalities) or "only text")
     return media if media.modalities else None
 
 
 def read_limits(given: str) -> Mapping[str, int]:
-    """Return the most items of a prompt by modality, from a JSON object. Raises ConfigError."""
+    """Return the maximum number of items in a prompt by modality, from a JSON object. Raises ConfigError."""
     try:
         limits = json.loads(given) if given else {}
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Prompts of chats with media on an own node, made on threads that give way to the engine."""
+"""Rendering of chats with media into prompts by the model's own processor, on low-priority threads."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvferry.runtime.limits import available_cores
 from kvferry.runtime.thread_priority import give_way
 
 CORES_PER_THREAD, MAX_THREADS = 8, 4
-"""CPU cores per thread, and most threads: decoding and scaling of images releases the interpreter's lock in part."""
+"""CPU cores per thread, and maximum number of threads. Decoding and scaling of images partly releases the GIL."""
 MAX_WAITING = 64
-"""Chats that may wait for a thread or be in one; further ones are refused."""
+"""Maximum number of chats that wait or are being rendered; further ones are refused."""
 NICENESS = 10
-"""Steps by which the threads give way: a busy engine thread on the same core gets nine tenths of the time."""
+"""Niceness of the threads: a busy engine thread on the same core gets nine tenths of its time."""
 
 
 class MediaRenderer:
     """Implements `worker.media_engine.MediaEngine` with a model's own processor. Belongs to one asyncio loop.
 
-    limits: most items of a prompt by modality. rendered: called after each prompt."""
+    limits: maximum number of items in a prompt by modality. rendered: called after each prompt."""
 
     def __init__(self, encoder: MediaEncoder, limits: Mapping[str, int], rendered: Callable[[], None]) -> None:
         self._encoder, self._limits, self._rendered = encoder, limits, rendered
@@ -53,11 +53,11 @@ class MediaRenderer:
     async def transcribe(
         self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
     ) -> None:
-        """Raise InvalidRequest: the model answers chats."""
+        """Raise InvalidRequest: the model does not transcribe."""
         raise InvalidRequest("this model does not transcribe audio", param="model")
 
     def stop(self) -> None:
-        """End the threads after their present chats."""
+        """End the threads after the chats that they are rendering."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, chat: bytes, template: str) -> RenderedPrompt:

@@ -1,4 +1,4 @@
-"""Routes of a node for media: prompts of chats with images, and transcriptions of audio."""
+"""HTTP routes of a node for media, called by routers: rendering of chats with images, and transcription of audio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MSGPACK = "application/msgpack"
 
 
 async def read_attempt(request: Request, kind: type[Attempt]) -> Attempt:
-    """Return a message with a job, whose media's data follow it. Raises what `read_message` raises."""
+    """Return a message with a job, whose media data follow it in the body. Raises what `read_message` raises."""
     found = list(FrameReader().feed(bytes(await read_body(request, MAX_FRAME_BYTES))))
     if not found or not isinstance(found[0], kind):
         raise InvalidRequest(f"the body must be a {kind.__name__}", param="body")
@@ -37,7 +37,7 @@ async def read_attempt(request: Request, kind: type[Attempt]) -> Attempt:
 
 
 class MediaRoutes:
-    """Routes `POST /attempts/render` and `POST /attempts/transcribe`. running: requests that they work on.
+    """Routes `POST /attempts/render` and `POST /attempts/transcribe`. running: number of requests in progress.
 
     adapters: returns names of LoRA adapters by their ids; None while the node takes no new work."""
 
@@ -49,17 +49,17 @@ class MediaRoutes:
         app.post("/attempts/transcribe")(self.post_transcribe)
 
     async def post_render(self, request: Request) -> Response:
-        """Answer with the RenderedPrompt of a RenderRequest; a caller that leaves ends the engine's work."""
+        """Answer with the RenderedPrompt of a RenderRequest; a disconnect of the caller cancels the work."""
         asked, (engine, names) = await read_message(request, RenderRequest), self._ready()
         if asked.adapter and asked.adapter not in names:
-            raise AdapterNotLoaded("the engine has no LoRA adapter of this id")
+            raise AdapterNotLoaded("the engine has no LoRA adapter with this id")
         made = engine.render(asked.chat, names.get(asked.adapter, ""), asked.template)
         prompt = await self._in_time(request, made, asked.deadline_s)
         message = pack(replace(prompt, media=without_data(prompt.media)))
         return Response(with_data(message, prompt.media), media_type=MSGPACK)
 
     async def post_transcribe(self, request: Request) -> Response:
-        """Answer with SpeechParts. An error before the first part has a status; a later one breaks the answer off."""
+        """Answer with SpeechParts. An error before the first part has a status; a later one cuts the answer off."""
         asked, (engine, _) = await read_message(request, SpeechRequest), self._ready()
         parts = _parts(engine, asked)
         try:

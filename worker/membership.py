@@ -1,4 +1,4 @@
-"""Membership of a node in the cluster: its lease and its rows of the block index."""
+"""Membership of a node in the cluster: keeps its lease and its rows of the block index in Redis, from join to leave."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger("kvferry.worker")
 RELIEF_S = 0.5
 """Seconds between two checks for a node that can replace this one, the last of its role."""
 LAST_WORD_S = 0.5
-"""Limit in seconds to withdraw the lease after a thread ended or hangs, since the process must restart soon."""
+"""Maximum time to withdraw the lease after a thread ended or hangs, in seconds; the process must restart soon."""
 LEAVE_S = 1.0
-"""Limit in seconds of each other call to Redis at the end, so that a Redis that hangs does not block the exit."""
+"""Maximum time of any other call to Redis, in seconds, so that a Redis that hangs does not block the exit."""
 
 
 class Kept(Protocol):
@@ -58,7 +58,7 @@ class Membership:
     make_lease   returns the node's current lease
     findable     rows of all reusable blocks in the pool, parents before children
     kept         the node's own tiers; their `changed` is set to publish changes
-    shared       what the node knows of blocks in the shared store; None: no shared store
+    shared       the node's record of blocks in the shared store; None: no shared store
     note         records changes of the pool as (stored, removed) rows; from any thread"""
 
     def __init__(
@@ -111,25 +111,25 @@ class Membership:
         return False
 
     async def relief(self, may_wait: Callable[[], bool]) -> None:
-        """Return once another ready node of the same role and model stays, or `may_wait` returns false.
+        """Return once another ready node of the same role and model can take over, or `may_wait` returns false.
 
-        The lease says that this node leaves before others are checked. Of two nodes that leave at once, neither then
-        counts on the other."""
+        The lease announces that this node leaves before other nodes are checked. So of two nodes that leave at the same
+        time, neither relies on the other."""
         told = False
         while may_wait():
             self._leaving = True
             if (await self.announce() and await self._relieved()) or self._keeper.fenced:
                 return
             if not told:
-                log.info("no other node is known for the work of this %s node: it keeps serving", self._lease().role)
+                log.info("no other %s node is ready: this one continues to serve", self._lease().role)
             told = True
             await asyncio.sleep(RELIEF_S)
 
     async def step_back(self, rest_s: float) -> str:
         """Announce that the node wants to leave its role; return why it must keep it, empty if it may leave.
 
-        As in `relief`, the lease says so before others are checked: of two nodes that step back at once, neither does.
-        rest_s: seconds in which no other node may have changed its role."""
+        As in `relief`, the lease announces it before other nodes are checked, so two nodes never leave a role at the
+        same time. rest_s: the role must be kept if another node changed its role less than this many seconds ago."""
         if self._leaving:
             return "the node is about to end"
         self._leaving = True
@@ -142,11 +142,11 @@ class Membership:
         return why
 
     def stay(self) -> None:
-        """Clear the wish to leave the role; `announce` publishes it."""
+        """Withdraw the intention to leave the role; `announce` publishes it."""
         self._leaving = False
 
     async def spared(self) -> bool:
-        """Return whether other ready nodes of its fingerprint have the role; False while the registry is silent."""
+        """Return whether another ready node of its fingerprint has the role; False if the registry does not answer."""
         return any(map(self._lease().relieved_by, await self._alike() or ()))
 
     async def _kept_by(self, rest_s: float) -> str:
@@ -164,16 +164,16 @@ class Membership:
         return replace(lease, leaving=True) if self._leaving else lease
 
     async def _relieved(self) -> bool:
-        """Return whether another node can replace this one; False while the registry does not answer."""
+        """Return whether another node can replace this one; False if the registry does not answer."""
         return any(map(self._lease().relieved_by, await self._others() or ()))
 
     async def _alike(self) -> list[NodeLease] | None:
-        """Return the other nodes of the same fingerprint, with which this node can form pairs; None as `_others`."""
+        """Return the other nodes of the same fingerprint; None if the registry does not answer."""
         fingerprint, others = self._lease().fingerprint, await self._others()
         return others and [node for node in others if node.fingerprint == fingerprint]
 
     async def _others(self) -> list[NodeLease] | None:
-        """Return the other nodes of the same model; None while the registry does not answer."""
+        """Return the other nodes of the same model; None if the registry does not answer."""
         own = self._lease()
         try:
             async with asyncio.timeout(LEAVE_S):

@@ -1,4 +1,4 @@
-"""Streaming HTTP response of packed wire messages that detects a disconnect at once."""
+"""Streaming HTTP response of wire messages or server-sent events, which detects a client's disconnect at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MessageStreamResponse(Response):
             watch.cancel()
             ended, _ = await asyncio.gather(pump, watch, return_exceptions=True)
             if isinstance(ended, Exception) and not isinstance(ended, OSError):
-                log.error("a stream ended early", exc_info=ended)
+                log.error("a stream ended with an error", exc_info=ended)
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,7 +1,7 @@
-"""Lifecycle of a node: loading, joining, ready, draining.
+"""Node process of any LLM role: loads the model, joins the cluster, serves and drains; its HTTP server runs throughout.
 
-A ready node is one that routers can find. If Redis is away long enough for the lease to expire, the node is joining
-again; it still serves routers that know it."""
+Routers can find a node that is ready. If Redis is away long enough for the lease to expire, the node is joining again;
+it still serves routers that know it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import serve_metrics
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
-from kvferry.worker.address import NodeAddress
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts, describe
 from kvferry.worker.kv_events.config import read_kv_events_config
 from kvferry.worker.membership import new_epoch, withdraw_now
+from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.ranks import Ranks
 from kvferry.worker.rates import warm_up
 from kvferry.worker.runtime import WorkerRuntime
 from kvferry.worker.service import MakeService
-from kvferry.worker.tier_opening import OpenTiers, open_tiers
+from kvferry.worker.tier_factory import OpenTiers, open_tiers
 
 log = logging.getLogger("kvferry.worker")
 
 LEAVING_S = 0.5
-"""Seconds between two looks whether another host of the node is asked to stop."""
+"""Seconds between two checks of whether another host of the node was asked to stop."""
 
 
 class Ending(Enum):
     """End of a node: drained, stopped before its model was loaded, or failed.
 
-    UNLOADED leaves the loading thread running. BROKEN leaves threads, connections and requests as they are."""
+    UNLOADED: the loading thread still runs. BROKEN: threads, connections and requests are left as they are."""
 
     DRAINED = auto()
     UNLOADED = auto()
@@ -54,14 +54,14 @@ class Node:
 
     It answers HTTP from the start of `run`; `loaded` is set once the model is loaded. It belongs to one asyncio loop.
     Raises ConfigError when the settings cannot be used. die: ends the process at once, from any thread, when a thread
-    hangs and the asyncio loop cannot end the node; None: the process does not belong to the node."""
+    hangs and the asyncio loop cannot end the node; None: the process has other uses than the node."""
 
     def __init__(
         self, settings: WorkerSettings, make_service: MakeService, die: Callable[[], None] | None = None
     ) -> None:
         read_kv_events_config(settings.kv_events_config)  # a mistake ends the process before the model is loaded
         self.metrics = WorkerMetrics(settings.role)
-        self.face = NodeAddress(settings, self._health, self._unready)
+        self.address = NodeAddress(settings, self._health, self._unready)
         self.metrics.registry.model_name = _first_name(settings)
         self.loaded: WorkerRuntime | None = None
         self._settings = settings
@@ -81,8 +81,8 @@ class Node:
 
     async def run(self, stop: StopSignal) -> Ending:
         """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
-        serve_metrics(self.face.app, self.metrics.registry, self._set_gauges)
-        self.face.start()
+        serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
+        self.address.start()
         asked = asyncio.create_task(stop.asked.wait())
         ending = Ending.UNLOADED
         try:
@@ -92,12 +92,12 @@ class Node:
         finally:
             asked.cancel()
             if ending is not Ending.BROKEN:
-                await self.face.stop()
-            log.info("%s has ended", self.face.node_id)
+                await self.address.stop()
+            log.info("%s has ended", self.address.node_id)
         return ending
 
     async def _live(self, loaded: WorkerRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> Ending:
-        """Join and serve until this or another host is asked to stop, or broken; then drain or abandon the node."""
+        """Join and serve until this or another host is asked to stop, then drain; on a fault, abandon the node."""
         broken = asyncio.create_task(loaded.broken.wait())
         joining, leaving = asyncio.create_task(self._join(loaded)), asyncio.create_task(_left(loaded.parts.ranks))
         await asyncio.wait({asked, broken, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,18 +111,18 @@ class Node:
 
     async def _join(self, loaded: WorkerRuntime) -> None:
         await loaded.join()
-        log.info("%s ready at %s, link %s", self.face.node_id, self.face.url, loaded.link.address)
-        self._status.ready(self.face.url, **describe(loaded.parts), link=loaded.link.address)
+        log.info("%s ready at %s, link %s", self.address.node_id, self.address.url, loaded.link.address)
+        self._status.ready(self.address.url, **describe(loaded.parts), link=loaded.link.address)
 
     async def _load(self) -> None:
         with contextlib.suppress(RegistryUnavailable):
             await self._store.check()
         parts, seed, tiers = await asyncio.to_thread(self._build)
         self.metrics.registry.model_name = _first_name(self._settings) or parts.info.name
-        epoch = await new_epoch(self._store, self.face.node_id)
+        epoch = await new_epoch(self._store, self.address.node_id)
         self.loaded = WorkerRuntime(
             self._settings,
-            self.face,
+            self.address,
             self.metrics,
             self._store,
             parts,
@@ -134,12 +134,12 @@ class Node:
         )
 
     def _last_resort(self, fault: str) -> None:
-        """Withdraw the lease over a connection of its own and end the process.
+        """Withdraw the lease over a separate connection and end the process.
 
         Called on another thread when the asyncio loop hangs too."""
         assert self._die
         assert self.loaded
-        log.critical("%s exits at once: %s", self.face.node_id, fault)
+        log.critical("%s exits at once: %s", self.address.node_id, fault)
         lease = self.loaded.lease()
         with contextlib.suppress(Exception):
             asyncio.run(withdraw_now(self._connected(), lease))
@@ -147,7 +147,7 @@ class Node:
 
     def _connected(self) -> RedisStore:
         settings = self._settings
-        seal = Seal(self.face.secrets.registry_keys)
+        seal = Seal(self.address.secrets.registry_keys)
         return RedisStore(settings.redis_url, settings.cluster, password_file=settings.redis_password_file, seal=seal)
 
     def _build(self) -> tuple[EngineParts, Rates, OpenTiers]:
@@ -180,16 +180,16 @@ class Node:
 
 
 def _first_name(settings: WorkerSettings) -> str:
-    """Return the first name that the settings give the model; empty if they give none."""
+    """Return the first name of --served-model-name; empty without one."""
     (names,) = split_names(settings.served_model_name, 1)
     return names[0] if names else ""
 
 
 async def _left(ranks: Ranks | None) -> None:
-    """Return once another host of the node is asked to stop; never without other ranks."""
+    """Return once another host of the node was asked to stop; without other ranks, never return."""
     if ranks is None:
         await asyncio.Event().wait()
-    while ranks is not None and not ranks.leaving:  # noqa: ASYNC110 - told by another thread
+    while ranks is not None and not ranks.leaving:  # noqa: ASYNC110 - set by another thread
         await asyncio.sleep(LEAVING_S)
 
 

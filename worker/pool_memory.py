@@ -1,4 +1,4 @@
-"""Memory of the KV pool: its size in blocks, its allocation, and access to single blocks."""
+"""Memory of a node's KV pool: its size in blocks, its allocation, and access to its blocks for the link and tiers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def pool_blocks(
     """Return the number of blocks of the pool.
 
     block_bytes: size of one block, including the draft model's part of the same tokens. available: free bytes; None:
-    those of the device. Raises ConfigError when the blocks do not fit into memory."""
+    ask the device. Raises ConfigError when the blocks do not fit in memory."""
     available = available_bytes(device) if available is None else available
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"

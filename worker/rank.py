@@ -1,4 +1,4 @@
-"""Process of a rank other than 0: loads its shard of the model and follows rank 0 until that ends.
+"""Process of a rank other than 0: loads its shard of the model, then computes what rank 0 sends, until rank 0 ends.
 
 Arguments: the rank, then file descriptors of its channel, of the ranks' shared memory and of the blocks' memory. If
 each rank has its own pool, a second channel follows, and the rendezvous file unless there are several hosts."""
@@ -33,11 +33,11 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.log import set_up_log
 from kvferry.runtime.rank_channel import RankChannel
 from kvferry.worker import device_rank_pool
+from kvferry.worker.block_parts import Segments
 from kvferry.worker.hosts import remote_parts
-from kvferry.worker.model import load
+from kvferry.worker.model_loading import load
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory, shared_pool
-from kvferry.worker.segments import Segments
 from kvferry.worker.shared_rows import SharedRows
 
 log = logging.getLogger("kvferry.worker")
@@ -51,9 +51,9 @@ def compute(
 ) -> None:
     """Load the shard, join the group and compute until rank 0 ends.
 
-    moves: given if each rank has its own pool; meeting_fd: as well, on the host of rank 0 alone. Raises OSError or
-    EOFError when rank 0 has ended."""
-    settings: WorkerSettings = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own line
+    moves: channel for block parts, if each rank has its own pool. meeting_fd: rendezvous file, in that case and on the
+    host of rank 0 only. Raises OSError or EOFError when rank 0 has ended."""
+    settings: WorkerSettings = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own line
     set_up_log(settings.log_level, settings.log_format)
     ranks = settings.tensor_parallel_size
     device = device_of(rank % settings.ranks_per_host, torch.device(settings.device))
@@ -63,17 +63,17 @@ def compute(
     group = (
         DeviceGroup(rank, ranks, device, _meeting(settings, meeting_fd))
         if moves is not None
-        else SharedGroup(rank, memory.places, line.meet)
+        else SharedGroup(rank, memory.places, line.barrier)
     )
     try:
         decoder = _decoder(settings, device, RankAssignment(group, settings.enable_expert_parallel))
     except ConfigError as error:
-        line.say(pickle.dumps((error.message, 0)))
+        line.send(pickle.dumps((error.message, 0)))
         return
     threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
-    line.say(pickle.dumps(("", available_bytes(device))))
+    line.send(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
-        group.connect(bytes(line.hear()))  # once all ranks have loaded
+        group.connect(bytes(line.receive()))  # once all ranks have loaded
     layout, blocks = _pool_of(line)
     if moves is None:
         kv = make_pool(layout, blocks, device, partial(shared_pool, pool_fd))
@@ -81,7 +81,7 @@ def compute(
         kv = make_pool(layout.of_rank(ranks), blocks, device)
         rows = None if settings.node_rank else SharedRows(pool_fd, layout.block_bytes)
         threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks), rows), daemon=True).start()
-    follow(RankWorker(decoder, group), kv, line.hear)
+    follow(RankWorker(decoder, group), kv, line.receive)
 
 
 def _meeting(settings: WorkerSettings, meeting_fd: int) -> Meeting:
@@ -99,9 +99,9 @@ def _decoder(settings: WorkerSettings, device: torch.device, part: RankAssignmen
 
 
 def _move(line: RankChannel, own: Segments, rows: SharedRows | None) -> None:
-    """Move block parts for rank 0's DeviceRankPool. rows: those of rank 0's host; None on another one.
+    """Move block parts for rank 0's DeviceRankPool. rows: shared rows of rank 0's host; None on another host.
 
-    Any other error ends the process, because rank 0 would wait for answers for ever."""
+    An error ends the process, because rank 0 would otherwise wait for answers forever."""
     try:
         if rows is None:
             remote_parts.follow(line, own)
@@ -110,19 +110,19 @@ def _move(line: RankChannel, own: Segments, rows: SharedRows | None) -> None:
     except (OSError, EOFError):
         log.debug("the first rank has exited")
     except BaseException:
-        log.critical("parts of blocks are no longer moved", exc_info=True)
+        log.critical("parts of blocks can no longer be moved", exc_info=True)
         os._exit(1)
 
 
 def _pool_of(line: RankChannel) -> tuple[KVLayout, int]:
-    layout, blocks = pickle.loads(line.hear())  # noqa: S301 - from a rank of this node, over its own socket
+    layout, blocks = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own socket
     return layout, blocks
 
 
 def _live(signs: np.ndarray, rank: int) -> None:
     """Send heartbeats, and end the process when its parent, rank 0, has ended.
 
-    A collective operation on a device would otherwise wait for rank 0 for ever."""
+    A collective operation on a device would otherwise wait for rank 0 forever."""
     first = os.getppid()
     while os.getppid() == first:
         signs[rank] += 1
@@ -138,7 +138,7 @@ def run(rank: int, work: Callable[[], None]) -> NoReturn:
     except (OSError, EOFError):
         log.debug("the first rank has exited")
     except Exception:
-        log.critical("rank %d ends", rank, exc_info=True)
+        log.critical("rank %d ends with an error", rank, exc_info=True)
         status = 1
     logging.shutdown()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Launch of a node's other ranks, after checks of the settings and GPUs."""
+"""Launch of a node's other ranks (on a CPU, on GPUs or on several hosts), after checks of settings and GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvferry.worker.ranks import Ranks
 def start_ranks(settings: WorkerSettings, device: torch.device, revision: str = "") -> Ranks | None:
     """Start the processes of the other ranks, which begin to load their shards; None with a single rank.
 
-    revision: of the model's weights, which all hosts must have. Raises ConfigError when they cannot be started."""
+    revision: revision of the model's weights, which all hosts must have. Raises ConfigError if they cannot be started.
+    """
     if settings.tensor_parallel_size == 1:
         if settings.enable_expert_parallel:
             raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
@@ -40,8 +41,8 @@ def require_gpus(settings: WorkerSettings, first: torch.device) -> None:
     ranks, count = settings.ranks_per_host, torch.cuda.device_count()
     index = first.index or 0
     if first.type == "cuda" and index + ranks > count:
-        found = f"there are {count}" if count else "there is none"
+        found = f"this machine has {count}" if count else "this machine has none"
         asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
         if settings.nnodes > 1:
             asked += f" on --nnodes {settings.nnodes}"
-        raise ConfigError(f"{asked} needs GPUs from {first} on, one a rank; {found}", param=FLAG)
+        raise ConfigError(f"{asked} needs GPUs from {first} on, one per rank; {found}", param=FLAG)

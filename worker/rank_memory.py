@@ -1,4 +1,4 @@
-"""Memory that a node's ranks share: heartbeats, collective buffers and the KV pool."""
+"""Shared memory of a node's ranks on one host: heartbeats, buffers of collective operations and the KV pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGNS_BYTES = 4096
 def make_memory(ranks: int) -> tuple[int, int]:
     """Return file descriptors of the ranks' memory and of the pool's memory, which has no size yet.
 
-    Both are anonymous and end with the last process that has them open. Raises OSError."""
+    Both are anonymous and freed with the last process that has them open. Raises OSError."""
     memory, pool = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("ranks", "kv"))
     os.ftruncate(memory, _SIGNS_BYTES + 4 * TURNS * ranks * ROOM)
     return memory, pool

@@ -1,4 +1,4 @@
-"""Ranks of a node: this process is rank 0 and supervises the others.
+"""Ranks of a node, seen from rank 0: starts and supervises the other rank processes, which share its KV pool on a CPU.
 
 On a CPU all ranks share the pool of KV blocks. Each rank writes the bytes of its heads, so rank 0, which owns the link,
 finds whole blocks in the same layout as on any other node. On GPUs each rank has its own pool: see `device_ranks`."""
@@ -24,7 +24,7 @@ from kvferry.engine.ranks.shared_group import SharedGroup
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.rank_channel import RankChannels
+from kvferry.runtime.rank_channel import RankZeroChannels
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory, make_memory, shared_pool
@@ -36,8 +36,8 @@ CALLS, MOVES = "calls", "moves"
 class Ranks:
     """Other ranks of a node: their processes, channels and heartbeats.
 
-    device: of rank 0. part: rank 0's shard of the model. pool: the joined pools of all ranks, once they are made, if
-    each rank has its own. Raises OSError."""
+    device: device of rank 0. part: rank 0's shard of the model. pool: the joined pools of all ranks, once they are
+    made, if each rank has its own. Raises OSError."""
 
     pool: DeviceRankPool | None = None
 
@@ -51,9 +51,9 @@ class Ranks:
         self._available: list[int] = []
         self._processes = [self._started(rank, memory_fd) for rank in range(1, settings.ranks_per_host)]
         os.close(memory_fd)
-        self._lines.given()
+        self._lines.close_inherited()
         for rank in range(1, ranks):
-            self._lines.tell_one(rank - 1, pickle.dumps(self._settings_of(rank)))
+            self._lines.send(rank - 1, pickle.dumps(self._settings_of(rank)))
 
     def lead(self, model: Model) -> ShardedModel:
         """Return the model that the engine computes with, once all ranks have loaded their shards.
@@ -62,18 +62,18 @@ class Ranks:
         assert isinstance(model, Decoder)
         for rank in range(1, self._settings.tensor_parallel_size):
             try:
-                wrong, available = pickle.loads(self._lines.hear(rank - 1))  # noqa: S301
+                wrong, available = pickle.loads(self._lines.receive(rank - 1))  # noqa: S301
             except (OSError, EOFError):
                 wrong, available = f"rank {rank} exited while it loaded its part of the model", 0
             if wrong:
                 raise ConfigError(wrong, param=FLAG)
             self._available.append(available)
-        return ShardedModel(model, self.part.group, self._lines.tell)
+        return ShardedModel(model, self.part.group, self._lines.broadcast)
 
     def available(self, layout: KVLayout, beside: int) -> float:
-        """Return the bytes that whole blocks could take on this device, after all ranks have loaded.
+        """Return the bytes available to whole blocks on this device, after all ranks have loaded.
 
-        beside: bytes that each block needs on this rank's device in addition."""
+        beside: additional bytes that each block needs on this rank's device."""
         return available_bytes(self.device)
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Ranks:
 
     def _told(self, message: bytes) -> None:
         try:
-            self._lines.tell(message)
+            self._lines.broadcast(message)
         except OSError as error:
             raise ConfigError(f"the other ranks ended: {error}", param=FLAG) from error
 
@@ -98,7 +98,7 @@ class Ranks:
 
     @property
     def ended(self) -> str | None:
-        """Return in words which rank has ended or failed, from any thread; None if none."""
+        """Describe which rank has ended or failed, from any thread; None if none."""
         for rank, process in enumerate(self._processes, 1):
             if (status := process.poll()) is not None:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
@@ -110,26 +110,26 @@ class Ranks:
         return False
 
     def close(self) -> None:
-        """Kill the other ranks' processes, whatever they do."""
+        """Kill the other ranks' processes."""
         self._lines.close()
         for process in self._processes:
             process.kill()
             process.wait()
 
-    def _channels(self, purpose: str) -> RankChannels:
+    def _channels(self, purpose: str) -> RankZeroChannels:
         """Return channels to all other ranks."""
-        return RankChannels(self._settings.tensor_parallel_size - 1)
+        return RankZeroChannels(self._settings.tensor_parallel_size - 1)
 
     def _settings_of(self, rank: int) -> WorkerSettings:
-        """Return the settings with which another rank computes."""
+        """Return the settings of another rank."""
         return replace(self._settings, device=str(self.device))
 
     def _group(self, memory: RankMemory) -> Group:
-        return SharedGroup(0, memory.places, self._lines.meet)
+        return SharedGroup(0, memory.places, self._lines.barrier)
 
     def _given(self, rank: int) -> tuple[int, ...]:
         """Return the descriptors that a rank inherits: its channel, the blocks' memory and related ones."""
-        return self._lines.give(rank - 1), self._pool_fd
+        return self._lines.descriptor(rank - 1), self._pool_fd
 
     def _started(self, rank: int, memory_fd: int) -> subprocess.Popen[bytes]:
         """Start a rank's process, in a process group of its own.

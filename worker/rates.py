@@ -1,4 +1,4 @@
-"""Learned rates of a node: moving averages over its own steps and ships, seeded by a warm-up."""
+"""Learned speeds of a node, announced in its lease: moving averages over steps and ships, seeded by a warm-up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
-from kvferry.worker.stream_rates import StreamRates
+from kvferry.worker.step_time_fit import StepTimeFit
 from kvferry.worker.warmup import first_steps
 
 log = logging.getLogger("kvferry.worker")
@@ -34,17 +34,17 @@ Longer chunks would show nothing new."""
 LEAST_TURNS, FULL_TURNS = 3, 2
 """Warm-up: minimum number of measured turns, and number of turns with a full step."""
 ITL_S = 10.0
-"""Time constant in seconds of the average duration of steps with streams."""
+"""Time constant of the average duration of steps with streams, in seconds."""
 ADJUSTED = SamplingParams(temperature=0.0, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 """Sampling parameters that add to logits and subtract from them, for the warm-up of sampling."""
 LEAST_PREFILL_TOKENS = 32
-"""Steps with fewer prompt tokens say nothing about prefill speed."""
+"""Minimum number of prompt tokens of a step from which prefill speed is learned."""
 
 
 class RateMeter:
     """Learned rates of the node: prefill speed, step time and ship speed.
 
-    itl_s: recent inter-token latency in seconds. alone_s: that of a stream that runs alone."""
+    itl_s: recent inter-token latency in seconds. alone_s: inter-token latency of a stream that runs alone."""
 
     def __init__(self, seed: Rates) -> None:
         self._prefill = seed.prefill_tokens_per_s
@@ -52,7 +52,7 @@ class RateMeter:
         self._ship = seed.ship_bytes_per_s
         self._media, self._encodes = seed.media_tokens_per_s, False
         self.itl_s = self.alone_s = seed.step_s
-        self._streams = StreamRates(seed.step_s)
+        self._streams = StepTimeFit(seed.step_s)
 
     @property
     def rates(self) -> Rates:
@@ -83,7 +83,7 @@ class RateMeter:
             self._ship += WEIGHT * (num_bytes / seconds - self._ship)
 
     def encoded(self, tokens: int, seconds: float) -> None:
-        """Learn from an image or audio of so many tokens that was encoded in `seconds`. On the encoder's thread.
+        """Learn from an image or audio of `tokens` tokens that was encoded in `seconds`. On the encoder's thread.
 
         The first one does not count: its calls allocate and compile."""
         if self._encodes and seconds > 0:
@@ -94,10 +94,10 @@ class RateMeter:
 def warm_up(engine: Engine) -> Rates:
     """Measure rates with prefill chunks and decode steps on the unused pool.
 
-    First calls compile kernels and allocate workspaces; requests then need not wait for that, and the first turn does
-    not count. Chunks then double until they fill a step or take ENOUGH_S, and that size repeats. The fastest turn
-    counts, because other processes that start on the machine can only slow a turn down. Raises ConfigError when the
-    model cannot compute a step."""
+    First calls compile kernels and allocate workspaces, so that requests do not wait for it; the first turn does not
+    count. Chunks then double until they fill a step or take ENOUGH_S, and that size repeats. The fastest turn counts,
+    because other processes that start on the machine can only slow a turn down. Raises ConfigError when the model
+    cannot compute a step."""
     bs = engine.config.block_size
     room = min(engine.config.max_model_len, engine.pool.num_blocks * bs) - 1
     longest = max(1, min(engine.config.limits.max_num_batched_tokens, room - 1))
@@ -124,7 +124,7 @@ def warm_up(engine: Engine) -> Rates:
         run(0, length)
         run(length, 1)
     except Exception as error:
-        log.debug("first step", exc_info=True)
+        log.debug("the first step failed", exc_info=True)
         raise _useless(engine.runner, error, "model") from error
     rate, step_s, turns, full = 0.0, math.inf, 0, 0
     while full < FULL_TURNS:
@@ -154,7 +154,7 @@ def warm_draft(engine: Engine, request: Request, longest: int) -> None:
         for _ in range(2):
             runner.run([Slice(request, longest, 1)])
     except Exception as error:
-        log.debug("first step of the draft model", exc_info=True)
+        log.debug("the first step of the draft model failed", exc_info=True)
         raise _useless(runner, error, "speculative_model") from error
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states on a node: memory of their rows, and settings that models with recurrent layers do not support."""
+"""Memory of recurrent states on a node, and checks of settings that models with recurrent layers do not support."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.protocol.settings import WorkerSettings
 log = logging.getLogger("kvferry.worker")
 
 ROWS_SHARE = 0.25
-"""Largest share of the free memory that rows of states take; fewer requests run at once if all need more."""
+"""Maximum share of the free memory for states; if it does not suffice for all requests, fewer run at once."""
 
 
 def require_no_ranks(settings: WorkerSettings, info: ModelInfo) -> None:
@@ -34,7 +34,9 @@ def require_no_ranks(settings: WorkerSettings, info: ModelInfo) -> None:
 
 
 def drafts_of(settings: WorkerSettings, info: ModelInfo) -> int:
-    """Return the most drafts of a stream in a step: none with recurrent layers, which cannot take a token back."""
+    """Return the maximum number of draft tokens of a stream in a step; 0 with recurrent layers.
+
+    Such layers cannot take a token back."""
     if info.state_floats and settings.num_speculative_tokens:
         log.warning("%s has recurrent layers: its streams are computed without drafts", info.name)
         return 0
@@ -44,8 +46,7 @@ def drafts_of(settings: WorkerSettings, info: ModelInfo) -> int:
 def state_requests(settings: WorkerSettings, info: ModelInfo, available: float) -> int:
     """Return how many requests can have a state at once; 0 for a model without recurrent layers.
 
-    available: bytes of free memory, of which the rows take `ROWS_SHARE` at most. Raises ConfigError if not even one
-    fits."""
+    available: free memory in bytes; states take at most `ROWS_SHARE` of it. Raises ConfigError if not even one fits."""
     if not info.state_floats:
         return 0
     each = rows_bytes(info, 1)
@@ -61,12 +62,12 @@ def state_requests(settings: WorkerSettings, info: ModelInfo, available: float) 
 
 
 def rows_bytes(info: ModelInfo, requests: int) -> int:
-    """Return the bytes of the rows of that many requests."""
+    """Return the size of the states of `requests` requests, in bytes."""
     return requests * ROWS * info.state_floats * STATE_DTYPE.itemsize
 
 
 def require_room(info: ModelInfo, layout: KVLayout, num_blocks: int) -> int:
-    """Return the blocks that a state takes, beside those of a sequence.
+    """Return the number of blocks that a state takes, besides those of a sequence.
 
     Raises ConfigError if the pool has no room for both."""
     blocks = blocks_of_state(info.state_floats, layout.block_bytes)
@@ -80,7 +81,7 @@ def require_room(info: ModelInfo, layout: KVLayout, num_blocks: int) -> int:
 
 
 def make_states(info: ModelInfo, requests: int, kv: torch.Tensor, device: torch.device) -> StateMemory | None:
-    """Allocate the rows of that many requests, None for a model without recurrent layers. Raises ConfigError."""
+    """Allocate the states of `requests` requests; return None if it is 0. Raises ConfigError."""
     if not requests:
         return None
     try:

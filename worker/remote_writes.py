@@ -1,4 +1,4 @@
-"""Writes of new blocks to the shared object store, one group at a time; blocks are held until they are copied."""
+"""Writer of a node's new blocks to the shared object store, one group at a time; blocks are held until copied."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from kvferry.engine.block_pool import chain_of
 from kvferry.engine.engine import Engine
-from kvferry.kv_transfer.tiers import groups as sizes
-from kvferry.kv_transfer.tiers.groups import Group, in_chain
+from kvferry.kv_transfer.tiers import object_groups as sizes
+from kvferry.kv_transfer.tiers.object_groups import Group, in_chain
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.worker.service import Base
-from kvferry.worker.write_batches import TURN, WriteBatches
+from kvferry.worker.tier_writer import TURN, TierWriter
 
 
-class RemoteWrites(WriteBatches):
+class RemoteWrites(TierWriter):
     """Writer of new blocks to the shared object store, on the engine thread.
 
     A group is written once its last block is in the pool. A group that the store has no space for, or cannot take now,

@@ -1,4 +1,4 @@
-"""Replica blocks that this node keeps for streams on other nodes, received by grants and cached."""
+"""Receiver of replicas: copies of running streams' blocks from other nodes, kept in this node's pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consistency check of a prompt's reuse account before it leaves the node."""
+"""Check that a prompt's account of reused and computed tokens adds up, before its first token leaves the node."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ log = logging.getLogger("kvferry.worker")
 
 
 def audit(delta: TokenDelta, metrics: WorkerMetrics, prompt_len: int | None = None) -> None:
-    """Log and count a first delta's reuse account that does not add up.
+    """Log and count a first delta whose reuse account does not add up.
 
-    prompt_len: the total in tokens that it must add up to, if known. The delta is sent anyway, because its tokens are
-    right."""
+    prompt_len: total of the account in tokens, if known. The delta is sent anyway, because its tokens are right."""
     reuse = delta.reuse
     if reuse is None or (reuse.balanced and prompt_len in (None, reuse.prompt_len)):
         return

@@ -1,8 +1,8 @@
-"""Role of a node, and its change on an elastic node.
+"""Current role of a node (prefill, decode), and role changes on an elastic node, requested by `POST /role`.
 
-A change is a drain in place. The node takes nothing new, and running work finishes or moves, as when a node ends. Then
-the other role's service receives the engine's events. Engine, link, pool, epoch and lease stay, so cached blocks and
-other nodes' index rows and addresses stay valid."""
+A change is a drain without exit. The node accepts no new work, and running work finishes or moves, as when a node ends.
+Then the other role's service receives the engine's events. Engine, link, pool, epoch and lease stay, so cached blocks
+and other nodes' index rows and addresses stay valid."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RoleChange:
     call_soon as in Base: its calls run after earlier engine events
     drains    sets whether the node rejects new work; the caller updates the lease
     busy      returns whether work of the current role is running
-    within_s  limit in seconds for that work to end; else the node keeps its role"""
+    within_s  maximum time for that work to end, in seconds; after it the node keeps its role"""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class RoleChange:
         await self.begin(await read_message(request, ChangeRole))
 
     async def begin(self, change: ChangeRole) -> None:
-        """Return once the node has begun to change, or if it has the role already.
+        """Return once the node has begun to change, or if it already has the role.
 
-        Raises InvalidRequest if it can never change, and RoleKept if it must not now; it then works on as before."""
+        Raises InvalidRequest if the node can never change, and RoleKept if it must keep its role for now."""
         if change.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if not self._elastic:
@@ -99,7 +99,7 @@ class RoleChange:
             if change.role == self._roles.now:
                 return
             if 0 < self._roles.role_s < change.rest_s:
-                raise RoleKept(f"it changed its role {self._roles.role_s:.0f} s ago")
+                raise RoleKept(f"the node changed its role {self._roles.role_s:.0f} s ago")
             if why := await self._membership.step_back(change.rest_s):
                 self._metrics.role_changes["kept"].inc()
                 raise RoleKept(why)
@@ -129,13 +129,13 @@ class RoleChange:
             self._membership.stay()
         if self._roles.now != role:
             self._metrics.role_changes["kept"].inc()
-            log.warning("it stays a %s node: another one is gone, or its requests do not end", before)
+            log.warning("this stays a %s node: it is the last one, or its requests do not end", before)
         await self._membership.announce()
 
     async def _until_changed(self, role: str) -> None:
         """Return once the role has changed, or once this node is the last one of its role."""
         while True:
-            while self._busy():  # noqa: ASYNC110 - nobody tells
+            while self._busy():  # noqa: ASYNC110 - no event reports it
                 await asyncio.sleep(LOOK_S)
             if not await self._membership.spared():
                 return
@@ -146,7 +146,7 @@ class RoleChange:
             await asyncio.sleep(LOOK_S)
 
     def _pass(self, engine: Engine, role: str, changed: asyncio.Future[bool]) -> None:
-        """Switch engine events to the other role, if the engine has no work and no events of this one.
+        """Switch engine events to the other role, if the engine has no work and no events of the current role.
 
         On the engine thread: earlier events are already queued for the loop, and later ones follow."""
         quiet = not (engine.request_table or engine.moving or engine.events)
@@ -159,6 +159,6 @@ class RoleChange:
             self._roles.now, self._roles.changed_at = role, time.monotonic()
             self._metrics.count_as(role)
             self._metrics.role_changes["done"].inc()
-            log.info("it is a %s node", role)
+            log.info("this is now a %s node", role)
         if not changed.done():
             changed.set_result(bool(role))

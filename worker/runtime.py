@@ -1,4 +1,4 @@
-"""Running node with a loaded model: joins engine, link, role and membership.
+"""Running node with a loaded model: joins engine, link, role service, membership and watchdog, from start to drain.
 
 Threads: the engine thread, the link thread (started by the service) and the asyncio loop. Everything here runs on the
 loop unless stated."""
@@ -23,18 +23,18 @@ from kvferry.runtime.http import read_message
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.worker.adapters import NodeAdapters
-from kvferry.worker.address import NodeAddress
 from kvferry.worker.draining import finish_requests
 from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.event_relay import EventRelay, set_load_gauges
 from kvferry.worker.link_factory import LinkParts
-from kvferry.worker.load import pressure_now, set_scaling_gauges
 from kvferry.worker.membership import LAST_WORD_S, Membership
+from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
+from kvferry.worker.scaling_signals import pressure_now, set_scaling_gauges
 from kvferry.worker.service import Base, MakeService
 from kvferry.worker.streams import RouterStreams
-from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
 from kvferry.worker.watchdog import ThreadVitals, Watchdog
 
@@ -45,12 +45,12 @@ class WorkerRuntime:
     """Node that serves from `join` until `drain` has returned.
 
     seed: rates measured by the warm-up. last_resort: ends the process because of a fault, from any thread, if the
-    asyncio loop cannot; None: the process does not belong to the node."""
+    asyncio loop cannot; None: the process has other uses than the node."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        face: NodeAddress,
+        address: NodeAddress,
         metrics: WorkerMetrics,
         store: RedisStore,
         parts: EngineParts,
@@ -64,10 +64,10 @@ class WorkerRuntime:
         self.roles = Roles(settings.role, settings.role)
         (self._served_names,) = split_names(settings.served_model_name, 1)
         self._epoch = parts.engine.pool.miss_reasons.epoch = epoch
-        self._settings, self._face, self._metrics, self.parts = settings, face, metrics, parts
+        self._settings, self._address, self._metrics, self.parts = settings, address, metrics, parts
         self._loop = asyncio.get_running_loop()
-        self._rates, self._outflow = RateMeter(seed), TransferStats()
-        self._clock, linking = LoopClock(), LinkParts(settings, face, parts.kv, parts.apart)
+        self._rates, self._transfer_stats = RateMeter(seed), TransferStats()
+        self._clock, linking = LoopClock(), LinkParts(settings, address, parts.kv, parts.apart)
         self.engine = EngineLoop(
             parts.engine, lambda events: news.take(events), linking.enter_thread, lambda fault: self._break()
         )
@@ -75,34 +75,34 @@ class WorkerRuntime:
         self._streams = RouterStreams(
             epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
         )
-        self._streams.mount(face.app)
+        self._streams.mount(address.app)
         self._dock = linking.dock(self.link, epoch)
         self.service = make_service(
             Base(
                 settings=settings,
                 epoch=self._epoch,
-                app=face.app,
+                app=address.app,
                 metrics=metrics,
                 parts=parts,
                 engine=self.engine,
                 dock=self._dock,
                 rates=self._rates,
-                outflow=self._outflow,
+                transfer_stats=self._transfer_stats,
                 streams=self._streams,
                 tiers=tiers,
                 require_ready=self.require_ready,
                 roles=self.roles,
                 call_soon=self.call_soon,
-                keyed=face.keyed,
+                keyed=address.keyed,
                 adapters=lambda: self._adapters.held,
             )
         )
         self._dock.start()
-        face.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
+        address.app.post("/attempts/cancel", status_code=202)(self.post_cancel)
         self._adapters = NodeAdapters(
             settings, parts.engine.runner.model, self.engine, parts.adapters, lambda: self._membership.announce()
         )
-        face.app.post("/adapters", status_code=202)(self._adapters.post_change)
+        address.app.post("/adapters", status_code=202)(self._adapters.post_change)
         watched = parts.engine.config.limits.max_num_batched_tokens, self._rates, parts.ranks, parts.embeddings
         self.vitals = ThreadVitals(self.engine, self.link, self._clock, *watched)
         self._watchdog = Watchdog(
@@ -116,7 +116,7 @@ class WorkerRuntime:
             elastic=settings.elastic, call_soon=self.call_soon, drains=self._drains, busy=self._busy,
             within_s=settings.drain_timeout,
         )  # fmt: skip
-        face.app.post("/role", status_code=202)(self.role_change.post_role)
+        address.app.post("/role", status_code=202)(self.role_change.post_role)
         news = EventRelay(self.service, metrics, self._rates, self._membership.note, self.call_soon)
         self.engine.start()
         self._clock.start()
@@ -137,7 +137,7 @@ class WorkerRuntime:
     def require_ready(self) -> None:
         """Raise Draining unless new work may begin. From any thread."""
         if self.draining:
-            raise Draining(f"{self._face.node_id} is draining")
+            raise Draining(f"{self._address.node_id} is draining")
 
     async def post_cancel(self, request: Request) -> None:
         """Drop all attempts of a request up to the given one."""
@@ -153,11 +153,11 @@ class WorkerRuntime:
     def lease(self) -> NodeLease:
         """Return the node's current lease."""
         return NodeLease(
-            node_id=self._face.node_id,
+            node_id=self._address.node_id,
             role=self.roles.now,
             epoch=self._epoch,
             state=self.state,
-            http_url=self._face.url,
+            http_url=self._address.url,
             link_address=self.link.address,
             fingerprint=self.parts.fingerprint,
             model=self.parts.info.name,
@@ -171,7 +171,7 @@ class WorkerRuntime:
             modalities=self.parts.abilities,
             max_num_seqs=self._settings.max_num_seqs,
             pulse=self.vitals.pulse,
-            sent=self._outflow.told(),
+            sent=self._transfer_stats.rows(),
             elastic=self._settings.elastic,
             role_s=self.roles.role_s,
             pressure=pressure_now(self.roles.now, self._settings, self.engine.load, self._rates, self.engine.waits_s),
@@ -183,7 +183,7 @@ class WorkerRuntime:
 
     @property
     def absence(self) -> str:
-        """Return why routers that do not know the node cannot find it; empty if they can."""
+        """Return why new routers cannot find the node; empty if they can."""
         return "" if self._membership.held else self._membership.trouble or "its lease has lapsed"
 
     async def join(self) -> None:
@@ -191,16 +191,16 @@ class WorkerRuntime:
         await self._membership.join()
 
     async def drain(self, stop: StopSignal) -> None:
-        """Drain and stop the node, within `drain_timeout`; in a hurry, wait for nothing.
+        """Drain and stop the node, within `drain_timeout`; after a second signal, wait for nothing.
 
-        The last node of its role first serves on until another is ready, while routers are connected. Then it takes
-        nothing new, lets running work finish or move, leaves the cluster and stops."""
+        The last node of its role first continues to serve until another is ready, while routers are connected. Then it
+        accepts no new work, lets running work finish or move, leaves the cluster and stops."""
         may_wait = stop.patience(self._settings.drain_timeout)
         await self.role_change.stop()
-        if not self._settings.respawned and self.roles.now != "encode":  # the others do an encode node's work
+        if not self._settings.respawned and self.roles.now != "encode":  # prefill nodes can do an encode node's work
             await self._membership.relief(lambda: may_wait() and self._streams.followed)
         self.draining = True
-        log.info("%s drains%s", self._face.node_id, ", in a hurry" if stop.hurry.is_set() else "")
+        log.info("%s drains%s", self._address.node_id, ", in a hurry" if stop.hurry.is_set() else "")
         if not stop.hurry.is_set():
             await self._membership.announce()
         await finish_requests(self.engine, self._busy, may_wait)
@@ -210,7 +210,7 @@ class WorkerRuntime:
         await asyncio.sleep(0)
         self._streams.stop()
         self.service.stop()
-        await asyncio.to_thread(self._dock.stop)  # it waits for the link, and the streams' last frames must not
+        await asyncio.to_thread(self._dock.stop)  # it blocks, and the streams' last frames must be sent meanwhile
         self._tiers.close()
         if self.parts.ranks is not None:
             self.parts.ranks.close()
@@ -224,8 +224,8 @@ class WorkerRuntime:
     async def abandon(self) -> None:
         """Withdraw the lease, if Redis answers at once, after a thread has ended or hangs.
 
-        Nothing here can be ended in order. The process ends next, which peers and routers notice."""
-        log.critical("%s exits at once: %s", self._face.node_id, self.fault)
+        No orderly shutdown is possible. The process ends next, which peers and routers notice."""
+        log.critical("%s exits at once: %s", self._address.node_id, self.fault)
         await self._membership.leave(LAST_WORD_S)
 
     def set_gauges(self) -> None:

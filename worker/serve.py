@@ -1,4 +1,4 @@
-"""Main coroutine of a node process: serves until a signal drains the node or until it fails."""
+"""Main coroutine of a prefill, decode or encode node's process, or of a further host of a node."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.hosts.follower import serve_follower
-from kvferry.worker.hosts.greeting import require_hosts
+from kvferry.worker.hosts.join_message import require_hosts
 from kvferry.worker.node import Ending, Node
 from kvferry.worker.service import MakeService
 
 
 async def serve_node(settings: WorkerSettings, make_service: MakeService) -> None:
-    """Run a node until SIGTERM or SIGINT, then drain it; with --node-rank, run one of its further hosts.
+    """Run a node until SIGTERM or SIGINT, then drain it; with --node-rank above 0, run that further host of the node.
 
     If a thread ends or hangs, the process ends with exit status 1. Raises ConfigError when the node cannot start."""
     require_hosts(settings)

@@ -1,4 +1,4 @@
-"""Interface between a node and its role: the role's service, and what the node provides to it."""
+"""Interface between a node and its role: Service is implemented by each role, Base holds the node's parts for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import Roles
 from kvferry.worker.streams import RouterStreams
-from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
 
 
@@ -39,13 +39,13 @@ class Service(Protocol):
     def cancel(self, cancel: CancelRequest) -> None:
         """Drop all attempts of a request up to the given one, on the asyncio loop.
 
-        The engine has been told already."""
+        The engine has already dropped them."""
 
     def busy(self) -> bool:
         """Return whether attempts are running; a draining node waits for them."""
 
     def router_lost(self, router_id: str) -> None:
-        """Cancel everything that runs for a router that is gone, on the asyncio loop."""
+        """Cancel everything that runs for a lost router, on the asyncio loop."""
 
     def stop(self) -> None:
         """Close every open response; the link is closed next."""
@@ -60,8 +60,8 @@ class Base:
     require_ready   raises Draining unless new work may begin; from any thread
     roles           current role of the node
     call_soon       runs a call on the asyncio loop; from any thread, ignored once the loop is closed
-    keyed           paths that check a key of their own in place of the cluster secret
-    adapters        returns the LoRA adapters that the node holds now"""
+    keyed           paths that check an API key instead of the cluster secret
+    adapters        returns the LoRA adapters that the node currently holds"""
 
     settings: WorkerSettings
     epoch: int
@@ -71,7 +71,7 @@ class Base:
     engine: EngineLoop
     dock: Dock
     rates: RateMeter
-    outflow: TransferStats
+    transfer_stats: TransferStats
     streams: RouterStreams
     tiers: OpenTiers
     require_ready: Callable[[], None]

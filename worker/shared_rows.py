@@ -1,4 +1,4 @@
-"""Host memory that all ranks share, as rows of one block each, in a file that only grows."""
+"""Host memory that all ranks of a host share, as rows of one KV block each, in a file that only grows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Token streams of a node: one per router, with one frame per engine step.
+"""Token streams of a node to routers: one per router, with one numbered frame per engine step, kept until acknowledged.
 
-Frames are numbered and kept until the router acknowledges them, so a broken stream resumes at the right frame.
+So a broken stream resumes at the right frame.
 
-A router is given up, with everything that runs for it, if it opens a new stream, stays away for ABSENT_S, is silent on
-an open stream for FROZEN_S, or leaves more than KEPT_FRAMES or KEPT_BYTES unread."""
+A router counts as lost, and all its work is cancelled, if it opens a new stream, is disconnected for ABSENT_S, is
+silent on an open stream for FROZEN_S, or leaves more than KEPT_FRAMES or KEPT_BYTES unread."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from kvferry.worker.message_stream import MessageStreamResponse
 log = logging.getLogger("kvferry.worker")
 
 HEARTBEAT_S = 0.4
-"""Seconds between heartbeats; a router takes a stream for broken after 0.8 s without a frame."""
-STANDS_S, HURRIED_S = 0.7, 0.1
-"""Seconds after which a still engine or link counts as standing, and seconds between heartbeats from then on.
+"""Seconds between heartbeats; for a router, a stream is broken after 0.8 s without a frame."""
+STALLED_S, HURRIED_S = 0.7, 0.1
+"""Seconds without progress after which the engine or link counts as stalled, and seconds between heartbeats then.
 
-Routers soon begin requests of such a node elsewhere as well, and clients wait meanwhile."""
+Routers soon hedge the requests of such a node on other nodes, and clients wait meanwhile."""
 ABSENT_S, FROZEN_S = 2.5, 5.0
-"""Seconds that a router may be absent or silent, counted while this node was awake.
+"""Seconds that a router may be disconnected, or silent, not counting time in which this process was suspended.
 
-A router takes a node for lost after 1.6 s, so nothing is kept for it much longer."""
+For a router, a node is lost after 1.6 s, so nothing is kept for it much longer."""
 KEPT_FRAMES, KEPT_BYTES = 4096, 64 * 2**20
 
 Reader = asyncio.Queue[bytes | None]
@@ -44,7 +44,8 @@ Reader = asyncio.Queue[bytes | None]
 class Kept:
     """Frames kept for one router.
 
-    frames: not acknowledged yet. last: number of the newest. heard: when the router last gave a sign or went away."""
+    frames: frames not acknowledged yet. last: number of the newest one. heard: time of the router's last sign of life
+    or of its disconnect."""
 
     heard: float
     last: int = 0
@@ -63,12 +64,12 @@ class Kept:
             self.reader.put_nowait(data)
 
     def forget(self, number: int) -> None:
-        """Drop the frames up to `number`, which the router has."""
+        """Drop the frames up to `number`, which the router has received."""
         while self.frames and self.frames[0][0] <= number:
             self.size -= len(self.frames.popleft()[1])
 
     def read(self, after: int) -> Reader:
-        """Start a reader at the frame behind `after`; an older reader of the stream ends."""
+        """Start a reader at the frame after `after`; an older reader of the stream ends."""
         self.leave()
         self.forget(after)
         self.reader = asyncio.Queue()
@@ -86,9 +87,9 @@ class Kept:
 class RouterStreams:
     """Token streams by router id, owned by the asyncio loop.
 
-    epoch     of this process; a router that asks for another one is rejected
-    pulse     returns the pulse of the node's threads
-    on_lost   called with the id of a router that was given up"""
+    epoch     epoch of this process; a router that asks for another one is rejected
+    pulse     returns the progress of the node's threads
+    on_lost   called with the id of a lost router"""
 
     def __init__(
         self, epoch: int, pulse: Callable[[], Pulse], on_lost: Callable[[str], None], clock: LoopClock
@@ -105,11 +106,11 @@ class RouterStreams:
         app.post("/streams/{router_id}/seen", status_code=202)(self.post_seen)
 
     def set_sink(self, router_id: str, sink: Callable[[StepFrame], None]) -> None:
-        """Pass the frames of a router id of this process to `sink`; it has no stream."""
+        """Pass the frames of a router id to `sink`, in this process, instead of a stream."""
         self._sinks[router_id] = sink
 
     async def get_stream(self, router_id: str, epoch: int, after: int | None = None) -> Response:
-        """Serve the standing token stream of a router."""
+        """Serve the token stream of a router."""
         reader = self.open(router_id, epoch, after)
         return MessageStreamResponse(frames(reader), on_close=lambda: self.close(router_id, reader))
 
@@ -118,12 +119,12 @@ class RouterStreams:
         self.seen(router_id, (await read_message(request, Seen)).number)
 
     def open(self, router_id: str, epoch: int, after: int | None) -> Reader:
-        """Resume a stream behind frame `after`, or begin a new one.
+        """Resume a stream after frame `after`, or begin a new one.
 
         A new one cancels everything that runs for the router. Raises Fenced for another process's epoch, and StreamGone
-        if frames behind `after` are no longer kept."""
+        if frames after `after` are no longer kept."""
         if epoch != self._epoch:
-            raise Fenced(f"the stream belongs to epoch {epoch}, and this process is {self._epoch}")
+            raise Fenced(f"the stream belongs to epoch {epoch}; this process has epoch {self._epoch}")
         if self._stopped:
             raise StreamGone("the process is stopping")
         kept = self._routers.get(router_id)
@@ -131,7 +132,7 @@ class RouterStreams:
             if kept is None or not (kept.frames[0][0] - 1 if kept.frames else kept.last) <= after <= kept.last:
                 raise StreamGone(f"frames after {after} are no longer kept")
         elif kept is not None:
-            self._lose(router_id, "begins anew")
+            self._lose(router_id, "opened a new stream")
             kept = None
         if kept is None:
             kept = self._routers[router_id] = Kept(self._clock.now())
@@ -144,17 +145,17 @@ class RouterStreams:
 
     @property
     def followed(self) -> bool:
-        """Return whether a router reads, or may come back."""
+        """Return whether a router is connected, or may reconnect."""
         return bool(self._routers)
 
     def close(self, router_id: str, reader: Reader) -> None:
-        """Detach a reader that disconnected; its router may come back."""
+        """Detach a reader that disconnected; its router may reconnect."""
         kept = self._routers.get(router_id)
         if kept is not None and kept.reader is reader:
             kept.reader, kept.heard = None, self._clock.now()
 
     def seen(self, router_id: str, number: int) -> None:
-        """Drop the frames up to `number`, which the router has."""
+        """Drop the frames up to `number`, which the router has received."""
         kept = self._routers.get(router_id)
         if kept is not None and kept.reader is not None:
             kept.heard = self._clock.now()
@@ -172,8 +173,8 @@ class RouterStreams:
         try:
             kept.put(frame)
         except Unwritable:
-            log.exception("a frame cannot be written")
-            self._lose(router_id, "cannot be sent the outcome")
+            log.exception("a frame cannot be serialised")
+            self._lose(router_id, "cannot receive its frame")
             return
         if len(kept.frames) > KEPT_FRAMES or kept.size > KEPT_BYTES:
             self._lose(router_id, f"has not read {len(kept.frames)} frames")
@@ -186,15 +187,15 @@ class RouterStreams:
         self._routers.clear()
 
     def _beat(self) -> None:
-        """Send heartbeats on idle streams, and give up routers that are absent or silent for too long."""
+        """Send heartbeats on idle streams; routers that are absent or silent for too long are lost."""
         now = self._clock.now()
         for router_id, kept in list(self._routers.items()):
             if now - kept.heard > (FROZEN_S if kept.reader else ABSENT_S):
-                self._lose(router_id, "is frozen" if kept.reader else "stays away")
+                self._lose(router_id, "is silent" if kept.reader else "is disconnected")
             elif kept.reader is not None and kept.reader.empty():
                 kept.reader.put_nowait(self._heartbeat(kept))
         pulse = self._pulse()
-        period_s = HURRIED_S if max(pulse.engine_s, pulse.link_s) > STANDS_S else HEARTBEAT_S
+        period_s = HURRIED_S if max(pulse.engine_s, pulse.link_s) > STALLED_S else HEARTBEAT_S
         self._timer = asyncio.get_running_loop().call_later(period_s, self._beat) if self._routers else None
 
     def _heartbeat(self, kept: Kept) -> bytes:

@@ -1,4 +1,4 @@
-"""Sources of tier reads: how fast each is, and how to read from it."""
+"""Data types of tier reads: the request that awaits them, the read interface of a tier, and reserved pool blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.protocol.messages import Job
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Request that awaits reads, and the number of reads so far."""
+    """Request that awaits reads, and the number of its reads."""
 
     request: Request
     job: Job
@@ -28,7 +28,8 @@ Done = Callable[[KvferryError | None], None]
 class Source:
     """Read interface of a tier.
 
-    seconds: time to read so many blocks. read: reads a chain from an index to its end into blocks; False: not now."""
+    seconds: expected time to read a number of blocks. read: reads a chain from an index to its end into blocks; False:
+    not now."""
 
     name: str
     seconds: Callable[[int], float]
@@ -42,7 +43,7 @@ def local_source(tier: LocalTier[Any]) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Reservation of pool blocks that a source is to fill."""
+    """Reservation of pool blocks that a source fills."""
 
     source: Source
     number: int

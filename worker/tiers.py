@@ -1,6 +1,7 @@
-"""Prefix reads from KV tiers: host memory first, then disk, then the shared store.
+"""Tiers of a node, between service and engine: reads prompts' prefixes, fastest tier first, and writes new blocks.
 
-A request is AWAITING reads that are faster than computing, and computes blocks that do not arrive in time."""
+The tiers are host memory, disk and the shared store. A request is AWAITING reads that are faster than computing, and
+computes blocks that do not arrive in time."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from kvferry.engine.request_table import expect
 from kvferry.protocol.errors import GrantRefused, KvferryError
 from kvferry.protocol.messages import Job
 from kvferry.worker.fetch_client import PrefixFetcher
+from kvferry.worker.local_writes import LocalWrites
 from kvferry.worker.remote_writes import RemoteWrites
 from kvferry.worker.service import Base
 from kvferry.worker.tier_sources import Grant, Reading, Source, local_source
-from kvferry.worker.tier_writes import TierWrites
-from kvferry.worker.write_batches import WriteBatches, later
+from kvferry.worker.tier_writer import TierWriter, later
 
 PIECE = 256
-"""Blocks of one read."""
+"""Number of blocks in one read."""
 TURNS = 4
-"""Reads that a request may await beyond the expected number, since blocks may be evicted at once."""
-PATIENT = 8
-"""Divisor of the computing time: limit for the remote tier to say which blocks it has."""
+"""Number of reads that a request may await beyond the expected one, since blocks may be evicted soon after a read."""
+LOOKUP_DIVISOR = 8
+"""Divisor of the computing time that gives the time limit of a lookup in the remote tier."""
 LEAST_S, SLOWNESS = 1.0, 2.0
 """Time limit of a read: at least LEAST_S, and SLOWNESS times the time to compute its blocks."""
 
@@ -43,9 +44,9 @@ class Tiers:
         self._waiting: dict[Key, Reading] = {}
         self._coming: dict[bytes, tuple[Grant, list[Reading]]] = {}
         self._late: set[Grant] = set()
-        self._writes: list[WriteBatches] = []
+        self._writes: list[TierWriter] = []
         self._local = [(tier, local_source(tier)) for tier in base.tiers.local]
-        self._writes += [TierWrites(base, tier, transfers) for tier in base.tiers.local]
+        self._writes += [LocalWrites(base, tier, transfers) for tier in base.tiers.local]
         if (remote := self._remote) is not None:
             self._writes.append(RemoteWrites(base, remote, transfers))
             self._of_remote = Source("remote", remote.seconds, remote.read)
@@ -97,10 +98,10 @@ class Tiers:
         return None
 
     def _looked_for(self, reading: Reading, here: int) -> bool:
-        """Ask the remote tier which blocks it has, and return whether it was asked; `_found` gets the answer.
+        """Look the blocks up in the remote tier, and return whether it does so; `_found` gets the answer.
 
-        It is asked only if reading all it could have would pay, and if no peer holds blocks: a peer's pool is faster.
-        """
+        It does so only if reading all of them would save time, and if no other node holds blocks, since its pool is
+        faster."""
         request, tier = reading.request, self._remote
         if tier is None or reading.job.holder is not None:
             return False
@@ -108,10 +109,10 @@ class Tiers:
         most = len(hashes) - here
         if not self._worth(self._of_remote, most, most * request.block_size):
             return False
-        patience_s = min(LEAST_S, self._computed_s(most * request.block_size) / PATIENT)
+        timeout_s = min(LEAST_S, self._computed_s(most * request.block_size) / LOOKUP_DIVISOR)
         done = self._base.engine.submit
         return tier.look(
-            hashes, here, patience_s, lambda count: done(lambda engine: self._found(engine, reading, here, count))
+            hashes, here, timeout_s, lambda count: done(lambda engine: self._found(engine, reading, here, count))
         )
 
     def _found(self, engine: Engine, reading: Reading, first: int, count: int) -> None:
@@ -130,7 +131,7 @@ class Tiers:
             self._go_on(engine, reading)
 
     def _worth(self, source: Source, blocks: int, tokens: int) -> bool:
-        """Return whether reading so many blocks takes less time than computing so many tokens."""
+        """Return whether reading `blocks` blocks takes less time than computing `tokens` tokens."""
         if not blocks or any(each.source is source for each in self._late):
             return False
         return source.seconds(blocks) < self._computed_s(tokens)
@@ -152,8 +153,8 @@ class Tiers:
         if not source.read(hashes, here, [*map(self._base.tiers.block, block_ids)], came):
             self._ended(engine, grant, missing, "refused")
             return
-        patience_s = max(LEAST_S, SLOWNESS * self._computed_s(len(block_ids) * reading.request.block_size))
-        later(self._base, patience_s, lambda engine: self._overdue(engine, grant, missing))
+        timeout_s = max(LEAST_S, SLOWNESS * self._computed_s(len(block_ids) * reading.request.block_size))
+        later(self._base, timeout_s, lambda engine: self._overdue(engine, grant, missing))
 
     def _came(
         self,
@@ -200,7 +201,7 @@ class Tiers:
         return self._waiting.get(key) is not reading or engine.request_table.find(key) is not reading.request
 
     def _go_on(self, engine: Engine, reading: Reading) -> None:
-        """Let the request run: missing blocks are fetched from a peer, or computed."""
+        """Let the request run: missing blocks are fetched from another node, or computed."""
         request = reading.request
         if self._gone(engine, reading):
             return

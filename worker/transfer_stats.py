@@ -1,4 +1,4 @@
-"""Statistics of a node's recent replica and migration transfers, announced in its lease."""
+"""Statistics of a node's recent transfers of replicas and migrated streams to other nodes, announced in its lease."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.protocol.lease import Sent
 
 LATELY_S = 20.0
 """Length of the statistics window, in seconds."""
-MOST, TOLD = 512, 8
-"""Transfers that are remembered, and rows that the lease announces."""
+MAX_KEPT, MAX_ROWS = 512, 8
+"""Maximum number of transfers that are kept, and of rows that the lease announces."""
 
 
 class _Transfer(NamedTuple):
@@ -30,15 +30,15 @@ class TransferStats:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._transfers: deque[_Transfer] = deque(maxlen=MOST)
+        self._transfers: deque[_Transfer] = deque(maxlen=MAX_KEPT)
 
     def note(self, kind: str, node_id: str, stats: ShipStats) -> None:
         """Record a successful transfer to a node. kind: copy or move."""
         with self._lock:
             self._transfers.append(_Transfer(self._clock(), kind, node_id, stats.blocks, stats.bytes))
 
-    def told(self) -> tuple[Sent, ...]:
-        """Return the transfers of the last LATELY_S seconds, the most bytes first."""
+    def rows(self) -> tuple[Sent, ...]:
+        """Return the transfers of the last LATELY_S seconds by kind and node, the most bytes first."""
         since = self._clock() - LATELY_S
         with self._lock:
             while self._transfers and self._transfers[0].at < since:
@@ -50,4 +50,4 @@ class TransferStats:
             Sent(kind, node_id, len(all_), sum(t.blocks for t in all_), sum(t.size for t in all_) / LATELY_S)
             for (kind, node_id), all_ in found.items()
         ]
-        return tuple(sorted(rows, key=lambda row: -row.bytes_per_s)[:TOLD])
+        return tuple(sorted(rows, key=lambda row: -row.bytes_per_s)[:MAX_ROWS])

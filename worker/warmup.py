@@ -1,4 +1,4 @@
-"""Warm-up steps that compile every GPU kernel and capture every batch size before requests arrive."""
+"""Step shapes of a GPU's warm-up: each chunk tile and batch size, so that kernels are compiled before requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvferry.engine.step_slices import Slice
 from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
 
 LONGEST_TILE = 8192
-"""Tokens of a chunk from which on all longer ones use the same tiles (kernels/triton/tile_sizes.py).
+"""Number of tokens of a chunk beyond which all chunks use the same tiles (kernels/triton/tile_sizes.py).
 
-Models with few heads need so many tokens to fill a device."""
+Models with few heads need this many tokens to occupy a device."""
 
 
 def first_steps(stream: Request, prompt: Request, longest: int, most: int) -> Iterator[list[Slice]]:

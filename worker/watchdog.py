@@ -1,4 +1,4 @@
-"""Watchdog of a node's threads and ranks: detects those that ended or hang."""
+"""Watchdog of a node: a thread that detects threads and ranks that ended or hang, and ends the process if need be."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ LOOK_S = 0.1
 ENGINE_S, LINK_S, LOOP_S, RANK_S, MEDIA_S = 15.0, 3.0, 5.0, 3.0, 300.0
 """Seconds without progress after which a thread counts as hanging.
 
-The engine gets longer if its turns are usually long. The link's rounds take milliseconds. Another rank sends ten
+The engine's limit is longer if its turns usually take long. The link's rounds take milliseconds. Another rank sends ten
 heartbeats a second. The encoder of media may take minutes for a large image on few cores.
 
-Only time in which the watchdog itself was awake counts, so threads survive a suspended machine or process. For the
-link, which yields to all other threads, time without a core does not count either. An engine step that waits for cores
-is slow for clients, so routers hear of it; but ending the process would not give it a core."""
+Time in which the watchdog itself was suspended does not count, so threads survive a suspended machine or process. For
+the link, which yields to all other threads, time without a core does not count either. An engine step that waits for
+cores is slow for clients, so routers are notified; but ending the process would not give it a core."""
 SLOW = 10.0
-"""Factor by which an engine turn may exceed the time for its tokens at the learned rate.
+"""Factor by which an engine turn may exceed the expected time of a full step.
 
 Large steps of large models on few cores are long, and attention is slower at the end of a long prompt."""
 INTERPRETER_S = 60.0
-"""Seconds without any Python running after which a timer outside the interpreter ends the process."""
+"""Seconds without progress of the Python interpreter after which a timer outside it ends the process."""
 LAST_S = 1.5
 """Seconds that the asyncio loop has to end the node before the watchdog ends the process."""
 
@@ -44,9 +44,9 @@ LAST_S = 1.5
 class Watched:
     """Progress of one thread.
 
-    mark: changes whenever the thread makes progress; None while it is idle. still_s: seconds without progress, on the
-    watchdog's clock. held_up: total seconds that the thread waited for a core; they are excluded from still_s. starved:
-    the same, for a thread whose still_s includes them; starved_s is then the part of still_s without a core."""
+    mark: returns a value that changes with the thread's progress; None while it is idle. still_s: seconds without
+    progress, on the watchdog's clock. held_up: returns the total seconds that the thread waited for a core, excluded
+    from still_s. starved: the same, for a thread whose still_s includes them; starved_s is the part without a core."""
 
     mark: Callable[[], Hashable]
     held_up: Callable[[], float] = float
@@ -68,7 +68,7 @@ class Watched:
 class ThreadVitals:
     """Progress of all threads and ranks: `fault` says why the process must end, `pulse` feeds heartbeats.
 
-    A pulse holds the usual time of a step of as many tokens as the present one; `fault` uses that of a full step.
+    A pulse holds the expected time of a step with the running step's tokens; `fault` uses that of a full step.
 
     budget: maximum tokens of a step. ranks: the other ranks, each a process. embeddings: the encoder of media. Only the
     watchdog calls `look`."""
@@ -108,7 +108,7 @@ class ThreadVitals:
 
     @property
     def fault(self) -> str | None:
-        """Return the fault of a thread; one that ended comes before one that hangs. None: no fault."""
+        """Return the fault of a thread; None: no fault. A thread that ended comes before one that hangs."""
         if self._link.fault is not None:
             return f"the link thread ended: {self._link.fault}"
         ended = self._ranks.ended if self._ranks is not None else None
@@ -116,11 +116,11 @@ class ThreadVitals:
 
     @property
     def _usual_s(self) -> float:
-        """Return the usual upper bound of an engine turn, in seconds."""
+        """Return the expected time of a full step, in seconds."""
         return self._expected_s(self._budget)
 
     def _expected_s(self, tokens: int) -> float:
-        """Return the usual seconds of a step of so many tokens."""
+        """Return the expected time of a step of `tokens` tokens, in seconds."""
         rates = self._rates.rates
         return max(rates.step_s, tokens / max(1.0, rates.prefill_tokens_per_s))
 
@@ -131,12 +131,12 @@ class ThreadVitals:
         if pulse.link_s > LINK_S:
             return f"an iteration of the link thread has taken {pulse.link_s:.0f} s"
         if pulse.loop_s > LOOP_S:
-            return f"the asyncio loop has not moved for {pulse.loop_s:.0f} s"
+            return f"the asyncio loop has made no progress for {pulse.loop_s:.0f} s"
         if self._encoder.still_s > MEDIA_S:
-            return f"the encoder of media has worked on one item for {self._encoder.still_s:.0f} s"
+            return f"the media encoder has worked on one item for {self._encoder.still_s:.0f} s"
         for rank, other in enumerate(self._others, 1):
             if other.still_s > RANK_S:
-                return f"rank {rank} has not moved for {other.still_s:.0f} s"
+                return f"rank {rank} has made no progress for {other.still_s:.0f} s"
         return None
 
 
@@ -178,7 +178,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, because the node ends in order."""
+        """Stop the thread: the node is shutting down."""
         self._stop.set()
         self._thread.join()
 

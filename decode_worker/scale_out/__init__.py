@@ -1,1 +1,1 @@
-"""Decode node as an engine of other projects' routers: vLLM's API of token ids."""
+"""vLLM's HTTP API of token ids on a decode node, so that other projects' routers can use it as an engine."""

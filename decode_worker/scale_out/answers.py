@@ -1,4 +1,4 @@
-"""Answers of the API of token ids, in vLLM's shape."""
+"""Answers of the API of token ids in vLLM's JSON, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 class Answer:
     """Answer of one request, whole or as a stream.
 
-    model: name by which the answer calls the model."""
+    model: name of the model in the answer."""
 
     def __init__(self, body: GenerateBody, opened: OpenRequest, model: str) -> None:
         self._body, self._opened, self._model = body, opened, model
@@ -52,7 +52,7 @@ class Answer:
         return to_json(answer)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the answer's server-sent events; a request that fails has an error as its last chunk."""
+        """Yield the answer's server-sent events; the last chunk of a failed request is an error."""
         options = self._body.stream_options or StreamOptions()
         extra = {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}
         while deltas := await self._opened.next():
@@ -72,8 +72,8 @@ class Answer:
         yield DONE
 
     def _event(self, choices: list[Any], usage: dict[str, Any] | None, extra: dict[str, Any]) -> bytes:
-        told = {"request_id": self._opened.shown, "usage": usage, "output_mode": "tokens", "choices": choices}
-        return _event({**told, **extra})
+        chunk = {"request_id": self._opened.shown, "usage": usage, "output_mode": "tokens", "choices": choices}
+        return _event({**chunk, **extra})
 
     def _count(self, deltas: Sequence[TokenDelta]) -> None:
         self._completion += sum(len(delta.token_ids) for delta in deltas)
@@ -92,7 +92,7 @@ class Answer:
         }
 
     def _choice(self, deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-        """Return the only choice, with these outputs."""
+        """Return the answer's only choice, with these outputs."""
         reason, stop = (deltas[-1].finish_reason, deltas[-1].stop_token) if deltas else (None, None)
         if reason is None and self._opened.aborted and not (self._body.stream and deltas):
             reason = "abort"
@@ -111,7 +111,7 @@ class Answer:
 
 
 def _scored(scores: TokenLogprobs, most: int) -> dict[str, Any]:
-    """Return one position: its token, and the token with the likeliest others, `most` together."""
+    """Return one position: its token, and a list of that and the likeliest other tokens, `most` in total."""
     own = {"token_id": scores.token_id, "logprob": scores.logprob, "rank": scores.rank}
     return {**own, "top_logprobs": [own, *_others(scores)][:most]}
 

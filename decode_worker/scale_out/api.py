@@ -1,6 +1,6 @@
-"""HTTP endpoints of vLLM's API of token ids: generate, abort and the list of models.
+"""HTTP endpoints of vLLM's API of token ids on a decode node: generate, abort, and the list of models.
 
-The node's engine runs their requests as it runs a router's, under a router id of this process's own."""
+The node's engine runs their requests like a router's, under a router id that only this process uses."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ GENERATE = "/inference/v1/generate"
 MODELS, EVENT_SOURCES = "/v1/models", "/kv_event_sources"
 ABORTS = ("/abort_requests", "/inference/v1/abort_requests")
 BODY_BYTES, BYTES_PER_TOKEN = 2 * 2**20, 12
-"""Longest body in bytes: a constant part, and a part for each token of the longest prompt."""
+"""Maximum size of a body in bytes: a constant part, and a part for each token of the longest prompt."""
 
 
 class ScaleOut:
     """Endpoints of the API, on the asyncio loop.
 
-    With --scale-out-api-key they ask for this key, otherwise for the cluster secret as all endpoints of a node.
-    accept: submits a job to the engine; raises Draining."""
+    With --scale-out-api-key they require this key, otherwise the cluster secret, like all endpoints of a node. accept:
+    submits a job to the engine; raises Draining."""
 
     def __init__(self, base: Base, accept: Callable[[Job], None]) -> None:
         settings, engine, info = base.settings, base.parts.engine, base.parts.info
@@ -113,7 +113,7 @@ class ScaleOut:
         return self._open.taken > 0
 
     def stop(self) -> None:
-        """End every answer, because the node ends."""
+        """End every answer: the node is shutting down."""
         for opened in self._open:
             opened.end(Draining("the node is stopping"))
         self._closing = asyncio.ensure_future(self._checker.close())
@@ -128,7 +128,7 @@ class ScaleOut:
             self._base.engine.cancel(opened.name, 0)
 
     def _close(self, opened: OpenRequest | None) -> None:
-        """Free the place of a request; cancel it unless it has ended."""
+        """Stop counting a request; cancel it unless it has ended."""
         self._open.leave_place()
         if opened is not None:
             self._cancel(opened)

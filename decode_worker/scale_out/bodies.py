@@ -1,4 +1,4 @@
-"""Bodies of vLLM's API of token ids. Fields that cannot be honoured are refused by name."""
+"""Request bodies of vLLM's API of token ids: parsing and validation; unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_LOGIT_BIAS
 
 MAX_VALUES = 2**21
-"""Most values in a body, since each takes many times its length in memory."""
+"""Maximum number of values in a body, since each takes many times its length in memory."""
 MAX_STOP_IDS, MAX_NAME, MAX_SALT, MAX_ABORTS = 1024, 256, 1024, 4096
 
 IGNORED_PARAMS = frozenset(
@@ -36,7 +36,7 @@ NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
 }
-"""Sampling parameters of vLLM that only these values leave to us."""
+"""Sampling parameters of vLLM that are accepted only with these values, which have no effect."""
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "content_parts": (None, []),
     "ec_transfer_params": (None, {}),
@@ -46,7 +46,7 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "reasoning_ended": (None, True),
     "reasoning_parser_kwargs": (None, {}),
 }
-"""Fields of vLLM's body that only these values leave to us."""
+"""Fields of vLLM's body that are accepted only with these values, which have no effect."""
 
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[Number], Field(fail_fast=True)]
@@ -79,7 +79,7 @@ class SamplingBody(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream: usage in a chunk at its end, or in each chunk, too."""
+    """Options of a stream: usage in a chunk at its end, and in each chunk."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -105,7 +105,7 @@ class GenerateBody(BaseModel):
 
 
 class AbortBody(BaseModel):
-    """Body of POST /abort_requests: ids as they were sent, or as the answers name them."""
+    """Body of POST /abort_requests: ids as clients sent them, or as answers show them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -144,11 +144,11 @@ def _json(data: bytes | bytearray) -> Any:
 
 
 def _supported(value: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], place: str) -> dict[str, Any]:
-    """Return the fields without those of `neutral`; raise InvalidRequest for other values of these."""
+    """Return the fields without those of `neutral`; raise InvalidRequest if one has a value that is not accepted."""
     for name, accepted in neutral.items():
         if name in value and value[name] not in accepted:
-            told = f"{place}{name} is not supported by this node"
-            raise InvalidRequest(f"{told}, except {' or '.join(map(repr, accepted))}", param=place + name)
+            refused = f"{place}{name} is not supported by this node"
+            raise InvalidRequest(f"{refused}, except {' or '.join(map(repr, accepted))}", param=place + name)
     return {name: each for name, each in value.items() if name not in neutral}
 
 

@@ -1,4 +1,4 @@
-"""Translation of a generate request into a job of the node's engine."""
+"""Translation of a generate request of vLLM's API into a job of the node's engine, and the list of models."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ GRAMMAR_FIELD = "sampling_params.structured_outputs"
 class Jobs:
     """Maker of jobs for one engine.
 
-    longest: most tokens of prompt and output. names: the model's names. adapters: returns the adapters held now.
-    router_id: router that the outputs go to."""
+    longest: maximum number of tokens of prompt and output. names: the model's names. adapters: returns the node's LoRA
+    adapters. router_id: router id to which the outputs are published."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Jobs:
         return models + [{"id": each.name, **root, "parent": self._names[0]} for each in self._adapters()]
 
     def make(self, body: GenerateBody, name: str) -> Job:
-        """Return the job of this request id. Raises the error with which the engine would refuse it."""
+        """Return the job with the request id `name`. Raises the error with which the engine would refuse it."""
         prompt = tuple(body.token_ids)
         job = Job(
             name,
@@ -105,7 +105,7 @@ class Jobs:
         )
 
     def _adapter(self, model: str | None) -> str:
-        """Return the id of the adapter of this name; empty for the model's own names."""
+        """Return the id of the adapter with this name; empty for the model's own names."""
         if not model or model in self._names:
             return ""
         held = {each.name: each.id for each in self._adapters()}

@@ -1,4 +1,4 @@
-"""Requests of the API of token ids that have not ended, and the outputs that wait to be sent."""
+"""Open requests of the API of token ids: their number is bounded, and their outputs wait here to be sent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvferry.protocol.errors import KvferryError, Overloaded, from_body
 from kvferry.protocol.messages import StepFrame, TokenDelta
 
 PREFIX = "generate-tokens-"
-"""Start of the id by which answers name a request; the rest is the client's id."""
+"""Prefix of a request's id in answers; the rest is the client's id."""
 WAITING_PER_SEAT = 4
-"""Requests that may wait for each one of --max-num-seqs; beyond that new ones get 429."""
+"""Number of requests that may wait for each one of --max-num-seqs; further ones get status 429."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class OpenRequest:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def next(self) -> list[TokenDelta]:
-        """Return what was generated since the last call, in order; empty only at the request's end."""
+        """Wait for output and return what was generated since the last call; empty only at the request's end."""
         while not self._deltas and not self.ended:
             self._changed.clear()
             await self._changed.wait()
@@ -40,7 +40,7 @@ class OpenRequest:
         return deltas
 
     def take(self, delta: TokenDelta) -> None:
-        """Append an output; nothing comes after the end."""
+        """Append an output; ignore outputs after the end."""
         if not self.ended:
             self._deltas.append(delta)
             self.ended = delta.finish_reason is not None
@@ -54,9 +54,10 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """All open requests, of a bounded number. They belong to the asyncio loop.
+    """All open requests. They belong to the asyncio loop.
 
-    most: seats and waiting requests together, those whose body is still arriving included."""
+    seats: requests that the engine runs at once. `taken` counts the requests, those whose body is still arriving
+    included."""
 
     def __init__(self, router_id: str, seats: int) -> None:
         self._router_id, self._most = router_id, seats * (1 + WAITING_PER_SEAT)
@@ -67,18 +68,18 @@ class OpenRequests:
         return iter(list(self._open.values()))
 
     def take_place(self) -> None:
-        """Count a request that arrives, until `leave_place`. Raises Overloaded beyond the bound."""
+        """Count a request that arrives, until `leave_place`. Raises Overloaded beyond the limit."""
         if self.taken >= self._most:
             raise Overloaded(f"this node already has {self._most} requests of this API", retry_after=1.0)
         self.taken += 1
 
     def leave_place(self) -> None:
-        """Count a request out."""
+        """Stop counting a request."""
         self.taken -= 1
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Count a request during the block. Raises Overloaded beyond the bound."""
+        """Count a request during the `with` block. Raises Overloaded beyond the limit."""
         self.take_place()
         try:
             yield
@@ -90,7 +91,7 @@ class OpenRequests:
         return f"{self._router_id}-{next(self._numbers)}"
 
     def add(self, name: str, client_id: str) -> OpenRequest:
-        """Add the request of this name."""
+        """Add a request with this name."""
         opened = self._open[name] = OpenRequest(name, PREFIX + client_id)
         return opened
 
@@ -99,11 +100,11 @@ class OpenRequests:
         self._open.pop(opened.name, None)
 
     def named(self, request_id: str) -> list[OpenRequest]:
-        """Return the requests of this id, as the client sent it or as answers show it."""
+        """Return the requests with this id, as the client sent it or as answers show it."""
         return [opened for opened in self if opened.shown in (request_id, PREFIX + request_id)]
 
     def publish(self, frame: StepFrame) -> None:
-        """Pass on the outputs of one engine turn; those of requests that are gone are dropped."""
+        """Relay the outputs of one engine turn; outputs of removed requests are dropped."""
         for delta in frame.deltas:
             if (opened := self._open.get(delta.request_id)) is not None:
                 opened.take(delta)

@@ -1,4 +1,4 @@
-"""Metrics of a decode node under vLLM's names, for routers and dashboards that read vLLM's."""
+"""Metrics of a decode node under vLLM's names, for routers and dashboards of other projects."""
 
 from __future__ import annotations
 

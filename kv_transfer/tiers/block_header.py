@@ -1,4 +1,4 @@
-"""Header in front of KV blocks that are stored outside a pool; it identifies and verifies them.
+"""Header in front of KV blocks that are stored in a file or object: it names the blocks and holds their checksums.
 
 8 bytes     MAGIC
 4 bytes     length of the description, little endian
@@ -20,8 +20,8 @@ import msgpack
 MAGIC = b"kvferry1"
 PAGE = 4096
 """Size in bytes to a multiple of which a header is padded."""
-LONGEST = 1 << 20
-"""Most bytes of a description."""
+MAX_DESCRIPTION_BYTES = 1 << 20
+"""Maximum size of a description in bytes."""
 _LENGTH = struct.Struct("<I")
 _BEFORE = len(MAGIC) + _LENGTH.size
 
@@ -53,7 +53,7 @@ def length(lead: bytes) -> int | None:
     if len(lead) < PAGE or not lead.startswith(MAGIC):
         return None
     (told,) = _LENGTH.unpack_from(lead, len(MAGIC))
-    return _BEFORE + told if told <= LONGEST else None
+    return _BEFORE + told if told <= MAX_DESCRIPTION_BYTES else None
 
 
 def unpacked(header: bytes, fingerprint: str, block_bytes: int) -> Header | None:

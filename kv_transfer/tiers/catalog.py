@@ -1,4 +1,4 @@
-"""In-memory catalog of the KV blocks that a tier (memory, disk, object store) holds, with their eviction order.
+"""In-memory LRU catalog of the KV blocks that a local tier (host memory or disk) holds, in groups of a chain.
 
 A chain is evicted from its end, so that the remaining blocks are still a prefix."""
 
@@ -107,7 +107,7 @@ class Catalog(Generic[G]):
     def leave(self, group: G) -> list[bytes]:
         """Remove a group; return the removed rows: its own and those of blocks behind it.
 
-        The chain of those blocks does not begin here any more."""
+        The chain of those blocks is no longer complete here."""
         if self._order.get(group.name) is not group:
             return []
         del self._order[group.name]
@@ -144,7 +144,7 @@ class Catalog(Generic[G]):
     def _enter(self, group: G) -> list[bytes]:
         """Add a group; return the rows of its blocks and of blocks already here behind them.
 
-        None have rows if the chain before the group is incomplete."""
+        No block has a row if the chain before the group is incomplete."""
         self._order[group.name] = group
         self.used += group.size
         self._behind.setdefault(group.parent, {})[id(group)] = group

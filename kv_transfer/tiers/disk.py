@@ -1,4 +1,4 @@
-"""Disk tier: keeps KV blocks after their eviction from the pool and across restarts."""
+"""Disk tier: a local tier over files, in a directory that it locks against other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.protocol.errors import ConfigError, reason
 
 
 class DiskTier(LocalTier[Group]):
-    """Tier of blocks in one directory, which is released to other processes when the tier's threads end."""
+    """Tier of blocks in one directory, locked against other processes until the tier's threads end."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class DiskTier(LocalTier[Group]):
 def open_disk(
     path: str, name: str, size: int, fingerprint: str, block_bytes: int, copies: Copies | None = None
 ) -> DiskTier:
-    """Open the tier in the first directory below the path that no other process uses.
+    """Open the tier in the first directory under the path that no other process uses.
 
     copies: copies blocks between device and host; None for blocks in host memory. Raises ConfigError."""
     directory, lock_file = disk_directories.take(path, name, fingerprint)

@@ -1,4 +1,4 @@
-"""Directories of disk tiers below one path, one per process and fingerprint.
+"""Directories of disk tiers under one path, one per process and fingerprint: locking, and removal of abandoned ones.
 
 A directory belongs to one process at a time and is private to its owner."""
 
@@ -20,14 +20,14 @@ from kvferry.protocol.errors import ConfigError, reason
 log = logging.getLogger("kvferry.tiers")
 
 PLACES = 256
-"""Most directories tried below one path."""
+"""Maximum number of directories tried under one path."""
 LOCK = "lock"
 LEFT_S = 7 * 86_400.0
 """Seconds without use after which a directory of another fingerprint is removed: its model or format is obsolete."""
 
 
 def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
-    """Return the first free directory of this fingerprint below the path, and its lock file, which must stay open.
+    """Return the first free directory of this fingerprint under the path, and its lock file, which must stay open.
 
     A restarted process finds its directory again. Raises ConfigError."""
     base = Path(path).expanduser()
@@ -43,14 +43,14 @@ def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
                 return directory, lock
     except OSError as error:
         raise ConfigError(f"cannot keep blocks in {directory}: {reason(error)}", param="kv_disk_path") from error
-    raise ConfigError(f"{PLACES} processes already keep blocks below {path}", param="kv_disk_path")
+    raise ConfigError(f"{PLACES} processes already keep blocks under {path}", param="kv_disk_path")
 
 
 def _make_private(directory: Path, base: Path) -> None:
     """Create a private directory. Raises OSError if it belongs to another user.
 
-    Anyone who can write into it can change what the model computes. The owner of `base` is trusted with all below it.
-    """
+    Anyone who can write into it can change what the model computes. The owner of `base` is trusted with all its
+    directories."""
     directory.mkdir(mode=0o700, exist_ok=True)
     told = directory.lstat()
     if not stat.S_ISDIR(told.st_mode) or told.st_uid not in (os.geteuid(), base.stat().st_uid):
@@ -77,7 +77,7 @@ def _own(directory: Path) -> IO[bytes] | None:
 
 
 def _sweep(base: Path, kind: Path) -> None:
-    """Remove abandoned directories of other fingerprints. Errors are only logged: the result is disk space, no more."""
+    """Remove abandoned directories of other fingerprints. Errors are only logged: they only cost disk space."""
     for directory in _left(base, kind):
         try:
             if (lock := _own(directory)) is not None:

@@ -1,4 +1,4 @@
-"""File format of the disk tier: consecutive blocks of a chain behind a header with hashes and checksums.
+"""Files of the disk tier: each holds consecutive blocks of a chain behind a header with hashes and checksums.
 
 A file gets its final name only when it is complete. It is not synced to the device: if the machine crashes, the length
 or checksums reveal a damaged file, and its blocks are computed again."""
@@ -23,8 +23,8 @@ from kvferry.protocol.errors import BlocksCorrupt, reason
 log = logging.getLogger("kvferry.tiers")
 
 SUFFIX, UNFINISHED = ".kv", ".part"
-LONGEST = 64
-"""Most blocks of one file."""
+MAX_BLOCKS = 64
+"""Maximum number of blocks in one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Folder:
 
         copies: copies blocks between device and host; None for blocks in host memory. Raises MemoryError."""
         self._directory, self._fingerprint, self._block_bytes = directory, fingerprint, block_bytes
-        self.most = at_once(block_bytes, LONGEST) if copies else LONGEST
+        self.most = at_once(block_bytes, MAX_BLOCKS) if copies else MAX_BLOCKS
         self._out, self._in = Staging(copies, self.most), Staging(copies, self.most)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Folder:
 
 
 def size_of(fingerprint: str, hashes: Sequence[bytes], block_bytes: int) -> int:
-    """Return the most bytes that a file of these blocks takes."""
+    """Return the maximum size in bytes of a file of these blocks."""
     return (
         len(block_header.packed(fingerprint, block_bytes, hashes[0], hashes, [2**63 - 1] * len(hashes)))
         + len(hashes) * block_bytes

@@ -1,4 +1,4 @@
-"""Host memory tier: keeps KV blocks that leave a GPU's pool."""
+"""Host memory tier: a local tier over an arena in host memory, for KV blocks that are evicted from a GPU's pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.kv_transfer.tiers.staging import Copies
 from kvferry.protocol.errors import ConfigError
 
 RATE = 5e9
-"""Expected bytes per second of a read, until one was measured."""
+"""Expected rate of a read in bytes per second, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

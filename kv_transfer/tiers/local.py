@@ -1,4 +1,4 @@
-"""Local tier of one node: the common part of the host memory and disk tiers."""
+"""Local tier of one node, used by the host memory and disk tiers: reads and writes of KV blocks on two threads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from queue import SimpleQueue
 from typing import Any, Generic
 
 from kvferry.kv_transfer.tiers.catalog import G
+from kvferry.kv_transfer.tiers.group_store import Backing, Changed, Store
 from kvferry.kv_transfer.tiers.read_rates import FIRST_RATE, ReadRates
-from kvferry.kv_transfer.tiers.store import Backing, Changed, Store
 from kvferry.protocol.errors import KvferryError, TransferFailed, reason
 
 log = logging.getLogger("kvferry.tiers")
@@ -37,7 +37,7 @@ class CallThread:
         return True
 
     def add(self, call: Callable[[], None]) -> None:
-        """Queue a call without regard to the bound."""
+        """Queue a call, even if the queue is full."""
         self._calls.put((call, False))
 
     def close(self) -> None:
@@ -61,14 +61,14 @@ class CallThread:
 
 
 WRITES, READS = 16, 16
-"""Most chains that wait to be written, or to be read.
+"""Maximum number of chains that wait to be written, and to be read.
 
-Beyond that nothing is written, and the blocks to read are computed instead."""
+Beyond that, nothing is written, and the blocks to read are computed instead."""
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Queued or running write. wrong: its blocks must no longer be found."""
+    """Queued or running write. wrong: its blocks are wrong and must not be found."""
 
     hashes: list[bytes]
     parent: bytes
@@ -80,7 +80,7 @@ class Write:
 class LocalTier(Generic[G]):
     """Blocks of one fingerprint in groups, at most `size` bytes. Thread-safe; reads and writes have a thread each.
 
-    name      of the tier, in metrics and thread names
+    name      name of the tier, in metrics and thread names
     changed   called on any thread with the rows added and removed, in order; must not call back into the tier
     """
 
@@ -95,8 +95,8 @@ class LocalTier(Generic[G]):
     ) -> None:
         """Open the tier and start its threads. Raises OSError.
 
-        ended: called once nothing uses the backing any more. rate: expected bytes per second of a read, until one was
-        measured."""
+        ended: called once nothing uses the backing any more. rate: expected rate of a read in bytes per second, until
+        one was measured."""
         self.name, self._backing, self._ended_all = name, backing, ended
         self.changed: Changed = lambda stored, removed: None
         self._store = Store(backing, size, lambda stored, removed: self.changed(stored, removed))
@@ -137,7 +137,7 @@ class LocalTier(Generic[G]):
         return next((index for index, each in enumerate(hashes) if each not in self._store.catalog), len(hashes))
 
     def seconds(self, blocks: int) -> float:
-        """Return the expected seconds of reading this many blocks, after the reads already queued."""
+        """Return the expected time to read this many blocks after the queued reads, in seconds."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any], done: Callable[[int], None]) -> bool:
@@ -186,7 +186,7 @@ class LocalTier(Generic[G]):
                     break
                 written, parent = written + len(write.hashes[part]), write.hashes[part][-1]
         except Exception as error:
-            self._store.trouble.warning("blocks are not written to %s: %s", self._backing, reason(error))
+            self._store.trouble.warning("blocks could not be written to %s: %s", self._backing, reason(error))
         finally:
             with self._store.lock:
                 for each in write.hashes:
@@ -204,7 +204,7 @@ class LocalTier(Generic[G]):
                 at += self._store.get(hashes[at:], blocks[at:])
         except Exception as caught:
             error = caught if isinstance(caught, KvferryError) else TransferFailed(reason(caught))
-            self._store.trouble.warning("blocks are not read from %s: %s", self._backing, error)
+            self._store.trouble.warning("blocks could not be read from %s: %s", self._backing, error)
             self._writer.add(self._store.tidy)
         finally:
             self._pace.ended(len(hashes), time.monotonic() - began if error is None else 0.0)

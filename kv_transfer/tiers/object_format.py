@@ -1,4 +1,4 @@
-"""Format of a store object: the blocks of a group behind a header with hashes and checksums."""
+"""Content of an object in the shared store: the blocks of a group behind a header with hashes and checksums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.kv_transfer.checksum import checksum
 from kvferry.kv_transfer.tiers import block_header
-from kvferry.kv_transfer.tiers.groups import Group
+from kvferry.kv_transfer.tiers.object_groups import Group
 from kvferry.protocol.errors import BlocksCorrupt
 
 
@@ -20,7 +20,7 @@ def packed(group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: i
 
 
 def unpack(content: memoryview, group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> None:
-    """Copy the last blocks of a group into these buffers. Raises BlocksCorrupt if they are not as they were written."""
+    """Copy the last blocks of a group into these buffers. Raises BlocksCorrupt if the content is corrupt."""
     length = block_header.length(bytes(content[: block_header.PAGE]))
     told = block_header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
     if told is None or told.hashes != group.hashes or len(content) != told.start + len(told.hashes) * block_bytes:

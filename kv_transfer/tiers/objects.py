@@ -1,4 +1,4 @@
-"""Object store that several nodes share: S3, Google, Azure or a directory, through obstore.
+"""Client of the object store that nodes share: S3, Google, Azure or a directory, through the library obstore.
 
 obstore finds credentials as the cloud providers' own tools do."""
 
@@ -17,15 +17,15 @@ from kvferry.protocol.errors import ConfigError, NotFound, reason
 
 SCHEMES = ("s3", "gs", "az", "file")
 CALL_S = 30.0
-"""Limit of one call in seconds, including its retries."""
+"""Maximum time of one call in seconds, including its retries."""
 TRIES = 2
 """Number of retries of one call."""
 PAGE = 1000
-"""Most objects listed or deleted in one call."""
+"""Maximum number of objects listed or deleted in one call."""
 
 
 class Objects:
-    """Objects below one URL. Its methods are awaited on one asyncio loop.
+    """Objects under one URL. The methods are awaited on one asyncio loop.
 
     They raise obstore's errors, TimeoutError, and NotFound for a missing object."""
 
@@ -94,9 +94,9 @@ class Objects:
         return found
 
     async def tried(self) -> float:
-        """Write, find, read and delete a small object; return the seconds that it took.
+        """Write, find, read and delete a small object; return the time that it took, in seconds.
 
-        Raises OSError if the store returns something else than was written."""
+        Raises OSError if the store does not return what was written."""
         name, content, began = f"tried-{uuid4().hex}", b"kvferry", time.monotonic()
         async with asyncio.timeout(CALL_S):
             await self.put(name, content)

@@ -1,4 +1,4 @@
-"""Measured read time per block of a tier, and its backlog of reads."""
+"""Measured read time per block of a tier, and the number of blocks that wait to be read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 FIRST_RATE = 500e6
-"""Expected bytes per second of a read, until one was measured."""
+"""Expected rate of a read in bytes per second, until one was measured."""
 ENOUGH = 256
-"""Blocks of a read that counts half in the average; smaller reads count less, since fixed costs dominate them."""
+"""Number of blocks of a read that counts half in the average. Smaller reads count less: fixed costs dominate them."""
 HANGS_S = 5.0
 """Seconds after which a running read counts as hanging."""
 FORGET_S = 30.0
@@ -21,7 +21,7 @@ Without it, the tier would never be used again after one slow read."""
 class ReadRates:
     """Average read time per block. Thread-safe. Reads run one at a time.
 
-    waiting   blocks requested and not read yet
+    waiting   number of blocks requested and not read yet
     """
 
     def __init__(self, block_bytes: int, clock: Callable[[], float] = time.monotonic, rate: float = FIRST_RATE) -> None:
@@ -39,7 +39,7 @@ class ReadRates:
         return began is not None and self._clock() > began + HANGS_S
 
     def seconds(self, blocks: int) -> float:
-        """Return the expected seconds of reading this many blocks."""
+        """Return the expected time to read this many blocks, in seconds."""
         slower = max(0.0, self._block_s - self._first_s)
         kept: float = 0.5 ** ((self._clock() - self._at) / FORGET_S)
         return blocks * (self._block_s - slower * (1 - kept))

@@ -1,4 +1,4 @@
-"""Remote tier: an object store that all nodes share, also nodes that start later.
+"""Remote tier: KV blocks in an object store that all nodes share, including nodes that start later.
 
 An object holds GROUP consecutive blocks of a chain, aligned to GROUP, behind a header (`block_header.py`). Its name is
 the hash of its last block. So a node that has a prompt knows the names of all objects that may exist and needs no
@@ -15,34 +15,34 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kvferry.kv_transfer.tiers.groups import ANEW_S, GROUP, Group, Known, in_chain
+from kvferry.kv_transfer.tiers.object_eviction import keep_below
 from kvferry.kv_transfer.tiers.object_format import packed, unpack
+from kvferry.kv_transfer.tiers.object_groups import ANEW_S, GROUP, Group, Known, in_chain
+from kvferry.kv_transfer.tiers.object_store_loop import StoreLoop
 from kvferry.kv_transfer.tiers.objects import CALL_S, Objects
 from kvferry.kv_transfer.tiers.read_rates import ReadRates
 from kvferry.kv_transfer.tiers.staging import Copies, Staging
-from kvferry.kv_transfer.tiers.store_eviction import keep_below
-from kvferry.kv_transfer.tiers.store_loop import StoreLoop
 from kvferry.protocol.errors import BlocksCorrupt, KvferryError, NotFound, TransferFailed, reason
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.tiers")
 
 LOOKS, READS = 64, 16
-"""Most lookups and most reads that wait or run at once; beyond that the blocks are computed instead."""
+"""Maximum number of lookups, and of reads, that wait or run; beyond that, the blocks are computed instead."""
 LOOK, AT_ONCE = 16, 4
-"""Most objects of one lookup, and most objects read concurrently."""
+"""Maximum number of objects in one lookup, and of objects read concurrently."""
 RATE = 100e6
-"""Expected bytes per second of a read, until one was measured."""
+"""Expected rate of a read in bytes per second, until one was measured."""
 HELD = 256 << 20
-"""Most bytes that wait to be written; beyond that nothing is written."""
+"""Maximum number of bytes that wait to be written; beyond that, nothing is written."""
 OUT_S = 10.0
-"""Seconds without calls to a store after an error, or without writes after a failed write or deletion."""
+"""Pause of calls to a store after an error, or of writes after a failed write or deletion, in seconds."""
 
 
 class RemoteTier:
     """Blocks of one fingerprint in the shared store. Thread-safe; calls to the store run on the tier's own thread.
 
-    known   objects that this node found or wrote most recently
+    known   record of the objects that this node found or wrote most recently
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class RemoteTier:
     ) -> None:
         """Open the tier. Raises MemoryError.
 
-        size: most bytes of all objects of the fingerprint, whichever node wrote them; 0: no bound. copies: copies
-        blocks between device and host; None for blocks in host memory."""
+        size: maximum size in bytes of all objects of the fingerprint, whichever node wrote them; 0: no bound. copies:
+        copies blocks between device and host; None for blocks in host memory."""
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self._pace, self.known = ReadRates(block_bytes, rate=RATE), Known()
@@ -80,17 +80,17 @@ class RemoteTier:
         return 0.0 if self.out or self._pace.hangs else self._pace.seconds(1)
 
     def seconds(self, blocks: int) -> float:
-        """Return the expected seconds of reading this many blocks, after the reads already queued."""
+        """Return the expected time to read this many blocks after the queued reads, in seconds."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
-    def look(self, hashes: Sequence[bytes], first: int, patience_s: float, done: Callable[[int], None]) -> bool:
-        """Call `done`, within `patience_s`, with the number of blocks found from block `first` on, in whole groups.
+    def look(self, hashes: Sequence[bytes], first: int, timeout_s: float, done: Callable[[int], None]) -> bool:
+        """Call `done`, within `timeout_s`, with the number of blocks found from block `first` on, in whole groups.
 
         Return False, without calling `done`, if the chain has no such group or too many lookups wait."""
         groups = list(in_chain(self.folder, hashes, first, LOOK))
         if not groups or self.out or not self._looks.acquire(blocking=False):
             return False
-        self._tasks.begin(self._look(groups, first, patience_s, done))
+        self._tasks.begin(self._look(groups, first, timeout_s, done))
         return True
 
     def read(
@@ -109,13 +109,13 @@ class RemoteTier:
         return True
 
     def has(self, group: Group) -> bool:
-        """Return whether the group need not be written, as far as this node knows."""
+        """Return whether the group is already stored or being written, as far as this node knows."""
         return self.known.settled(group)
 
     def write(
         self, group: Group, blocks: Sequence[Any], copied: Callable[[], None], done: Callable[[bool], None]
     ) -> bool:
-        """Write a group; return False, without writing, if it is known or too much waits.
+        """Write a group; return False, without writing, if it is already stored or too many bytes wait.
 
         Its blocks must not change until `copied` is called. `done` is called with True if they are in the store."""
         size = len(blocks) * self._block_bytes
@@ -133,11 +133,11 @@ class RemoteTier:
 
     # On the tier's own thread.
 
-    async def _look(self, groups: list[Group], first: int, patience_s: float, done: Callable[[int], None]) -> None:
-        """Look for the first group alone, then for all others at once: usually all exist, or none."""
+    async def _look(self, groups: list[Group], first: int, timeout_s: float, done: Callable[[int], None]) -> None:
+        """Look up the first group alone, then all other groups at once: usually all exist, or none."""
         found: list[Group] = []
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 for some in (groups[:1], groups[1:]):
                     there = await asyncio.gather(*map(self._there, some))
                     count = there.index(False) if False in there else len(there)
@@ -147,7 +147,7 @@ class RemoteTier:
         except TimeoutError:
             pass  # slow, but not an error
         except Exception as error:
-            self._failed("looked for", error)
+            self._failed("looked up", error)
         finally:
             self._looks.release()
             done(found[-1].end - first if found else 0)
@@ -180,7 +180,7 @@ class RemoteTier:
                 async with asyncio.TaskGroup() as tasks:
                     for group in groups:
                         tasks.create_task(bring(group))
-        except BaseException as caught:  # also CancelledError on close: the blocks must be given back
+        except BaseException as caught:  # also CancelledError on close: the blocks must be returned
             error = self._failed("read", caught)
         finally:
             self._reads.release()
@@ -188,7 +188,7 @@ class RemoteTier:
             done(error)
 
     async def _bring(self, group: Group, blocks: Sequence[Any]) -> None:
-        """Read the last blocks of a group. Delete the object and raise BlocksCorrupt if it is not as written."""
+        """Read the last blocks of a group. Delete the object and raise BlocksCorrupt if it is corrupt."""
         try:
             content = await self._objects.get(group.name)
         except NotFound:
@@ -234,7 +234,7 @@ class RemoteTier:
             self._failed("deleted", error, changing=True)
 
     def _failed(self, what: str, error: BaseException, changing: bool = False) -> KvferryError:
-        """Log an error and pause calls to the store: all of them, or only writes and deletions if `changing`."""
+        """Log an error and pause all calls to the store, or only writes and deletions if `changing`."""
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if not isinstance(error, KvferryError):
@@ -243,5 +243,5 @@ class RemoteTier:
                 self._out_until = self._shut_until
             error = TransferFailed(f"{self._objects.url}: {reason(error)}")
         if not isinstance(error, NotFound):
-            self._trouble.warning("blocks are not %s: %s", what, error)
+            self._trouble.warning("blocks could not be %s: %s", what, error)
         return error

@@ -1,4 +1,4 @@
-"""Staging buffers in host memory for blocks that move between a device and a tier."""
+"""Staging buffers in host memory, through which a tier copies blocks from and to a device's pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 STAGED = 64 << 20
-"""Bytes of host memory for each direction, unless a single block is larger."""
+"""Size of the host memory for each direction in bytes, unless a single block is larger."""
 
 
 class Copies(Protocol):
@@ -30,7 +30,7 @@ class Copies(Protocol):
 class Staging:
     """Staging buffers of one thread. Without `copies`, blocks are in host memory already and nothing is copied.
 
-    most   blocks at once
+    most   maximum number of blocks at once
     """
 
     def __init__(self, copies: Copies | None, most: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from kvferry.cluster_state.prefixes import longest
+from kvferry.cluster_state.prefix_search import longest
 from kvferry.placement.types import NodeKey
 
 LOOKED_AT = 64

@@ -17,8 +17,8 @@ import pytest
 import kvferry
 from kvferry.decode_worker.scale_out import api
 from kvferry.decode_worker.scale_out.api import ABORTS
+from kvferry.kv_transfer.control_stream import CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.kv_transfer.handshake import HandshakeTerms
-from kvferry.kv_transfer.stream import CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.protocol.lease import NodeLease
 from kvferry.runtime.cluster_secret import OPEN, read_secrets
 from tests.attack.attacked import MARKER, TENANTS, Attacked

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.fetching import PromptClient, nodes
-from kvferry.kv_transfer.tiers.groups import GROUP
+from kvferry.kv_transfer.tiers.object_groups import GROUP
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import idle, scrape, value
 from tests.object_store import s3

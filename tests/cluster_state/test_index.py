@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvferry.cluster_state.index import ON_STORE, STORE_EPOCH, on_tier
 from kvferry.cluster_state.index_writer import IndexWriter
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.cluster_state.prefixes import longest
+from kvferry.cluster_state.prefix_search import longest
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.index_rows import GROUP, alone, rows_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.cluster_state.query_batching import MOST_BYTES, QueryBatcher, Question
+from kvferry.cluster_state.query_batching import MAX_BYTES, QueryBatcher, Question
 from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
 
 
@@ -38,12 +38,12 @@ async def test_those_of_one_turn_of_the_loop_go_together_and_each_has_its_own_an
 async def test_what_is_long_does_not_go_with_others():
     server = Server()
     together = QueryBatcher(server.call, 1.0)
-    sizes = (1, MOST_BYTES, MOST_BYTES + 1, 2, 3)
+    sizes = (1, MAX_BYTES, MAX_BYTES + 1, 2, 3)
     assert await asyncio.gather(*(together.ask((b"x" * n,)) for n in sizes)) == list(sizes)
     assert [[sum(map(len, each)) for each in call] for call in server.calls] == [
         [1],
-        [MOST_BYTES],
-        [MOST_BYTES + 1],
+        [MAX_BYTES],
+        [MAX_BYTES + 1],
         [2, 3],
     ]
 

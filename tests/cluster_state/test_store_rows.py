@@ -92,7 +92,7 @@ async def test_what_is_said_while_a_batch_is_written_in_vain_is_the_last_word(
 
 
 async def test_what_waits_is_bounded(index: Index, rows: StoreRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_rows, "MOST", 2)
+    monkeypatch.setattr(store_rows, "MAX_WAITING", 2)
     index.available = False
     rows.note(ENDS[::-1], ())
     await rows.flush()

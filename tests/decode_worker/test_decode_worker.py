@@ -178,7 +178,7 @@ async def test_a_drain_lets_requests_finish_to_the_last_token(router: Router) ->
     await until(lambda: router.decode.node.state == "draining")
     assert (await router.generate(make_job("b", prompt()))).status_code == 503
     async with httpx.AsyncClient(trust_env=False) as client:
-        scraped = await client.get(f"{router.decode.node.face.url}/metrics")
+        scraped = await client.get(f"{router.decode.node.address.url}/metrics")
     assert 'kvferry_requests_running{model_name="toy",role="decode"} 1.0' in scraped.text
     router.decode.resume()
     await asyncio.wait_for(asyncio.shield(router.decode.run), 5)
@@ -209,5 +209,5 @@ async def test_a_hurried_end_takes_seconds_with_requests_running(router: Router)
 async def test_a_message_of_the_wrong_kind_is_refused(router: Router) -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         for path in ("generate", "cancel"):
-            response = await client.post(f"{router.decode.node.face.url}/attempts/{path}", content=b"\x01")
+            response = await client.post(f"{router.decode.node.address.url}/attempts/{path}", content=b"\x01")
             assert response.status_code == 400

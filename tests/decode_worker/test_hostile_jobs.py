@@ -94,7 +94,7 @@ def ended(router: Router, job: Job) -> bool:
 async def test_damaged_messages_of_routers_are_answered_and_both_nodes_go_on(router: Router, seed: int) -> None:
     """Anything but the node's own failure may be the answer."""
     rng, broken = random.Random(seed), []
-    urls = {"prefill": router.prefill.node.face.url, "decode": router.decode.node.face.url}
+    urls = {"prefill": router.prefill.node.address.url, "decode": router.decode.node.address.url}
     async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
         for number in range(150):
             job = make_job(f"m{seed}-{number}", [1, 2, 3], max_tokens=2)
@@ -123,6 +123,6 @@ async def test_a_message_longer_than_any_is_refused(router: Router) -> None:
             yield b"\xc0" * 2**20
 
     async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
-        response = await http.post(f"{router.decode.node.face.url}/attempts/generate", content=endless())
+        response = await http.post(f"{router.decode.node.address.url}/attempts/generate", content=endless())
     assert response.status_code == 413
     assert str(MAX_FRAME_BYTES) in response.json()["error"]["message"]

@@ -150,15 +150,15 @@ async def test_a_stream_that_grows_too_long_for_the_other_node_meanwhile_is_no_c
 
 async def test_a_move_that_nobody_waits_for_any_more_is_not_begun(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited for its turn while who asked for it went away."""
-    departures = both.source.decode.service._departures
-    monkeypatch.setattr(departures, "_turns", asyncio.Semaphore(0))
+    migrations = both.source.decode.service._migrations
+    monkeypatch.setattr(migrations, "_turns", asyncio.Semaphore(0))
     job = await both.streams("a")
     moving = asyncio.create_task(both.move(job))
-    await until(departures.busy)
+    await until(migrations.busy)
     moving.cancel()
     await asyncio.sleep(0.2)
-    departures._turns.release()
-    await until(lambda: not departures.busy())
+    migrations._turns.release()
+    await until(lambda: not migrations.busy())
     both.source.decode.resume()
     await until(lambda: both.source.finished("a"))
     assert both.tokens("a") == both.source.tokens("a") == expected(prompt(1), MOST)
@@ -182,7 +182,7 @@ async def test_a_move_to_nowhere_is_answered(both: Both) -> None:
     nowhere = replace(both.target.decode.target, link_address="127.0.0.1:1")
     request = MoveRequest("a", 0, 1, nowhere)
     moving = asyncio.create_task(
-        both.source._http.post(f"{both.source.decode.node.face.url}/attempts/move", content=pack(request))
+        both.source._http.post(f"{both.source.decode.node.address.url}/attempts/move", content=pack(request))
     )
     both.source.decode.resume()
     assert (await moving).status_code == 503

@@ -134,7 +134,7 @@ async def test_the_link_breaks_while_a_copy_is_under_way(router: Router) -> None
     job = await streams(router, "a", router.prefill.target)
     with router.prefill.frozen_engine():
         router.decode.resume()
-        await until(lambda: router.decode.service._buddies._making)
+        await until(lambda: router.decode.service._replication._making)
         await router.prefill.lose_link()
     router.decode.resume()
     await until(lambda: router.finished("a"))
@@ -146,7 +146,7 @@ async def test_the_link_breaks_while_a_copy_is_under_way(router: Router) -> None
 async def test_a_buddy_that_fails_again_and_again_is_asked_ever_less_and_costs_others_no_rest(router: Router) -> None:
     job = await streams(router, "a", replace(router.prefill.target, epoch=77))
     router.decode.resume()
-    made = router.decode.service._buddies
+    made = router.decode.service._replication
     await until(lambda: count(router.decode, "copies", "failed") >= 2)
     assert made._shunned[replace(router.prefill.target, epoch=77)][1] >= 2 * replication.SHUN_S
     assert made._next <= time.monotonic() + replication.LOOK_S
@@ -157,14 +157,14 @@ async def test_a_stream_that_ends_while_its_copy_waits_for_a_grant(router: Route
     job = await streams(router, "a", router.prefill.target)
     with router.prefill.frozen_engine():
         router.decode.resume()
-        await until(lambda: router.decode.service._buddies._making)
+        await until(lambda: router.decode.service._replication._making)
         await router.cancel(job, router.decode)
         await until(lambda: router.failed)
     for node in (router.prefill, router.decode):
         await node.settle()
     await until(lambda: count(router.decode, "copies", "failed"))
     assert count(router.decode, "copies", "failed") == 1
-    assert not router.decode.service._buddies._shunned, "the buddy is not to blame"
+    assert not router.decode.service._replication._shunned, "the buddy is not to blame"
 
 
 async def test_two_decode_nodes_are_buddies_where_there_is_no_other() -> None:

@@ -38,7 +38,7 @@ async def test_a_job_is_traced_over_both_nodes(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_spans_whose_end_never_comes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans_module, "MOST", 3)
+    monkeypatch.setattr(spans_module, "MAX_OPEN", 3)
     with traced(monkeypatch) as found:
         spans = TraceSpans()
         for number in range(5):

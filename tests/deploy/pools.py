@@ -16,7 +16,7 @@ from kvferry.protocol.lease import Load
 from kvferry.router.tenants.arrival_rate import ArrivalRate
 from kvferry.router.tenants.backlog import Backlog, Waiting
 from kvferry.router.tenants.scheduler_slots import AHEAD
-from kvferry.worker.load import decode_pressure, latency_share, prefill_backlog_s
+from kvferry.worker.scaling_signals import decode_pressure, latency_share, prefill_backlog_s
 from tests.deploy.remote_write import STALE, Series, series
 
 TICK_S = 0.5

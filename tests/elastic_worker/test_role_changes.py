@@ -215,7 +215,7 @@ async def test_who_is_asked_for_what_its_role_does_not_do_refuses_and_the_reques
         await made.changed("p1", "decode")
         await made.changed("d1", "prefill")
         job = make_job("late", [1] * 20)
-        was_prefill, was_decode = (made.nodes[name].node.face.url for name in ("p1", "d1"))
+        was_prefill, was_decode = (made.nodes[name].node.address.url for name in ("p1", "d1"))
         for url, message in (
             (f"{was_prefill}/attempts/prefill", PrefillRequest(job, target)),
             (f"{was_decode}/attempts/generate", GenerateRequest(job)),
@@ -233,7 +233,7 @@ async def test_a_grant_is_refused_by_a_node_that_does_not_decode_any_more() -> N
     async with fleet(ROLES) as made, httpx.AsyncClient(trust_env=False) as http:
         target = made.nodes["d1"].target
         await made.changed("d1", "prefill")
-        url = made.nodes["p1"].node.face.url
+        url = made.nodes["p1"].node.address.url
         answer = await http.post(
             f"{url}/attempts/prefill", content=pack(PrefillRequest(make_job("g", [1] * 20), target))
         )
@@ -270,7 +270,7 @@ async def test_the_other_decode_node_dies_in_the_middle_of_a_change() -> None:
         stays, dies = (d1, d2) if d1.loaded.engine.load.running_requests else (d2, d1)
         stays.pause_at(0)
         await until(lambda: stays.paused)
-        await made.change(stays.node.face.node_id, "prefill")
+        await made.change(stays.node.address.node_id, "prefill")
         dies.loaded.draining = True
         await dies.loaded._membership.announce()
         stays.resume()
@@ -301,6 +301,6 @@ async def test_a_node_without_elastic_keeps_its_role() -> None:
     async with worker("prefill", make_engine()) as node, httpx.AsyncClient(trust_env=False) as http:
         with pytest.raises(InvalidRequest, match="without --elastic"):
             await node.loaded.role_change.begin(ChangeRole("decode"))
-        url = f"{node.node.face.url}/role"
+        url = f"{node.node.address.url}/role"
         assert (await http.post(url, content=pack(ChangeRole("router")))).status_code == 400
-        assert (await http.get(f"{node.node.face.url}/health")).json()["role"] == "prefill"
+        assert (await http.get(f"{node.node.address.url}/health")).json()["role"] == "prefill"

@@ -36,7 +36,7 @@ class Nodes:
 
     async def post(self, body: bytes) -> httpx.Response:
         async with httpx.AsyncClient(trust_env=False, timeout=15.0) as client:
-            return await client.post(f"{self.encode.node.face.url}/attempts/encode", content=body)
+            return await client.post(f"{self.encode.node.address.url}/attempts/encode", content=body)
 
     async def encoded(self, *items: MediaItem, root: bytes = ROOT) -> int:
         answer = unpack((await self.post(asking(items, root))).content)

@@ -19,7 +19,7 @@ from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.adapter import read_adapter
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
-from kvferry.worker.invariance import require_batch_invariance
+from kvferry.worker.batch_invariance import require_batch_invariance
 from tests.adapter_files import ATTENTION, save_adapter
 from tests.engine.tiny_models import (
     EXPERTS,

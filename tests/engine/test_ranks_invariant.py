@@ -10,7 +10,7 @@ import torch
 
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.protocol.errors import ConfigError
-from kvferry.worker.invariance import require_batch_invariance
+from kvferry.worker.batch_invariance import require_batch_invariance
 from tests.engine.joined_ranks import Pooled, Threads, joined_ranks
 from tests.engine.tiny_models import EXPERTS, family, save_tiny, tokens_for
 

@@ -6,8 +6,8 @@ import select
 import socket
 import time
 
+from kvferry.kv_transfer.control_stream import CHALLENGE, HEADER, HELLO, Stream
 from kvferry.kv_transfer.handshake import Handshake, HandshakeTerms
-from kvferry.kv_transfer.stream import CHALLENGE, HEADER, HELLO, Stream
 from kvferry.kv_transfer.ucx_library import context_options, load
 from kvferry.runtime.address import parse_host_port
 

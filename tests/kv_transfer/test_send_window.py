@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.kv_transfer.send_window import MOST_BLOCKS, SendWindow
+from kvferry.kv_transfer.send_window import MAX_BLOCKS_IN_FLIGHT, SendWindow
 from kvferry.kv_transfer.sender_ship import STALL_TIMEOUT_S
 from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.link_messages import Commit
@@ -150,7 +150,7 @@ def test_the_window_is_shared_by_the_ships_that_have_something_to_send():
         window.enter(ship)
     assert window.share(1 << 20) == 2
     assert window.share(1 << 30) == 1
-    assert window.share(100) == MOST_BLOCKS // 4
+    assert window.share(100) == MAX_BLOCKS_IN_FLIGHT // 4
     for ship in range(4):
         window.leave(ship)
     assert window.share(1 << 30) == 2

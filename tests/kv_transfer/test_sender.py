@@ -145,7 +145,7 @@ def test_a_node_that_cannot_be_reached_fails_the_offer(sides):
     network.run()
     assert prefill.log[t] == ["failed", "quiet"]
     assert isinstance(prefill.errors[t], errors.NodeLost)
-    assert "decode node d" in str(prefill.errors[t])
+    assert "node d" in str(prefill.errors[t])
 
 
 def test_a_node_that_drains_refuses_the_offer_and_is_not_taken_for_the_one_that_says_so(sides):
@@ -154,7 +154,7 @@ def test_a_node_that_drains_refuses_the_offer_and_is_not_taken_for_the_one_that_
     t = prefill.offer(decode.target, 1)
     network.run()
     assert isinstance(prefill.errors[t], errors.GrantRefused)
-    assert str(prefill.errors[t]) == "decode node d: d is draining"
+    assert str(prefill.errors[t]) == "node d: d is draining"
 
 
 def test_an_offer_without_an_answer_times_out_and_a_late_grant_is_given_back(sides):

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.kv_transfer.tags import block_tag
 from kvferry.kv_transfer.ucx import UcxLink
-from kvferry.kv_transfer.ucx_abandoned_connections import MOST_LEFT, AbandonedConnections, MemoryNotQuiet
+from kvferry.kv_transfer.ucx_abandoned_connections import MAX_ABANDONED, AbandonedConnections, MemoryNotQuiet
 from kvferry.kv_transfer.ucx_library import UcxLibrary, load
 from kvferry.kv_transfer.ucx_loop import UcxLoop
 from kvferry.kv_transfer.ucx_worker import LETTING_GO_S, UcxWorker
@@ -177,8 +177,13 @@ def test_what_was_not_taken_in_whole_is_not_let_go():
     assert not stuck_worker(Stuck(left_over=3)).close(lambda: True)
 
 
-@pytest.mark.parametrize(("transports", "borne"), [("tcp,posix,self", MOST_LEFT), ("tcp", MOST_LEFT), ("rc,tcp", 0),
-                                                   ("tcp,posix,self,cuda_copy,cuda_ipc", 0), ("all", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("transports", "borne"),
+    [
+        ("tcp,posix,self", MAX_ABANDONED), ("tcp", MAX_ABANDONED), ("rc,tcp", 0),
+        ("tcp,posix,self,cuda_copy,cuda_ipc", 0), ("all", 0),
+    ],
+)  # fmt: skip
 def test_only_where_nobody_else_writes_are_some_connections_left_behind(transports, borne):
     left = AbandonedConnections(transports)
     for _ in range(borne):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvferry.kv_transfer import ucx_handshakes
+from kvferry.kv_transfer.control_stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.kv_transfer.handshake import HandshakeTerms
-from kvferry.kv_transfer.stream import ALIVE, CHALLENGE, HEADER, HELLO, MESSAGE, REFUSED, WELCOME
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.link_messages import Abort, Commit, Grant, GrantRequest
 from kvferry.protocol.messages import TokenDelta
@@ -231,7 +231,7 @@ def test_strangers_without_the_secret_are_told_so_and_logged_seldom(caplog):
         assert answer[0] == REFUSED
         assert b"do not share a cluster secret" in answer[1]
     time.sleep(0.1)
-    assert caplog.text.count("is rejected: ") == 1
+    assert caplog.text.count("rejecting the connection of ") == 1
     link.stop()
 
 

@@ -340,7 +340,7 @@ async def test_a_drain_lets_attempts_finish_and_takes_no_new_ones(router: Router
     await refused.ended()
     assert (refused.status, refused.error["code"]) == (503, "draining")
     async with httpx.AsyncClient(trust_env=False) as client:
-        scraped = await client.get(f"{router.prefill.node.face.url}/metrics")
+        scraped = await client.get(f"{router.prefill.node.address.url}/metrics")
     assert 'kvferry_kv_pool_blocks{model_name="toy",role="prefill"}' in scraped.text
     router.prefill.resume()
     assert [type(m) for m in await answer.ended()] == [FirstToken, ShipDone]
@@ -368,7 +368,7 @@ async def test_a_hurried_end_fails_what_runs_within_seconds(router: Router) -> N
 async def test_a_message_of_the_wrong_kind_is_refused() -> None:
     async with worker("prefill", make_engine()) as prefill, httpx.AsyncClient(trust_env=False) as client:
         for path in ("prefill", "cancel"):
-            response = await client.post(f"{prefill.node.face.url}/attempts/{path}", content=b"\x01")
+            response = await client.post(f"{prefill.node.address.url}/attempts/{path}", content=b"\x01")
             assert response.status_code == 400
         await prefill.settle()
 

@@ -25,7 +25,7 @@ from kvferry.protocol.work import Generate
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.http import make_app
 from kvferry.worker.pool_memory import PoolMemory
-from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.tier_factory import OpenTiers
 from tests.kv_transfer.loopback import LoopbackNetwork
 from tests.waiting import until
 

@@ -70,7 +70,7 @@ async def test_only_members_get_beyond_health(shown, caplog):
             assert isinstance(from_body(refused.json()), OtherCluster)
         assert (await http.get("/streams/r", headers=headers)).status_code == 403
         assert not reached
-        assert caplog.text.count("is rejected: ") == 1
+        assert caplog.text.count("rejecting a request of ") == 1
         assert (await http.post("/attempts/prefill", headers={HEADER: secrets.token()})).status_code == 200
     assert reached
 

@@ -23,7 +23,7 @@ from kvferry.runtime.connection_limits import MAX_AHEAD, MAX_HEADER_BYTES, MAX_H
 from kvferry.runtime.graceful_close import lingering
 from kvferry.runtime.http import Server, bind
 from kvferry.runtime.rejection import MAX_DRAINED_BYTES
-from kvferry.runtime.rejection_throttle import PATIENCE_S, RejectionThrottle
+from kvferry.runtime.rejection_throttle import MAX_DELAY_S, RejectionThrottle
 from tests.waiting import until
 
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
@@ -487,7 +487,7 @@ async def test_what_was_sent_ahead_of_garbage_is_not_answered_while_its_refusal_
         while throttle.delay_s("127.0.0.1", 0.01) < 1:
             pass
         client = await served.connect(GET * 50 + b"\0")
-        await client.rest(PATIENCE_S + 5)
+        await client.rest(MAX_DELAY_S + 5)
         assert len(served.seen.bodies) <= 1
 
 
@@ -503,11 +503,11 @@ async def test_what_is_no_request_is_told_so_later_where_its_address_has_sent_to
         await neighbour.until(b"done")
         with pytest.raises(TimeoutError):
             await wrong.until(b"\r\n\r\n", 0.3)
-        assert error_of(await wrong.rest(PATIENCE_S + 5))[0] == 400
+        assert error_of(await wrong.rest(MAX_DELAY_S + 5))[0] == 400
         going_on = await served.connect(b"\0" * 9)
         await asyncio.sleep(0.1)
         going_on.writer.write(GET)
-        await going_on.rest(PATIENCE_S + 5)
+        await going_on.rest(MAX_DELAY_S + 5)
         assert served.seen.bodies == [0]
         left = await served.connect(b"\0" * 9)
         left.close()

@@ -7,9 +7,9 @@ import pytest
 from kvferry.runtime.rejection_throttle import (
     BUSY_S,
     CREDIT_S,
-    LEAST_S,
-    MOST_S,
-    PATIENCE_S,
+    MAX_COST_S,
+    MAX_DELAY_S,
+    MIN_COST_S,
     SHARE,
     SOURCES,
     RejectionThrottle,
@@ -50,7 +50,7 @@ def test_a_client_that_waits_for_its_answers_gets_its_share_of_the_loop_and_no_m
     assert 3000 * took - CREDIT_S == pytest.approx(SHARE * (clock.now - began), rel=0.05)
 
 
-@pytest.mark.parametrize(("took", "counted"), [(0.0, LEAST_S), (30.0, MOST_S)])
+@pytest.mark.parametrize(("took", "counted"), [(0.0, MIN_COST_S), (30.0, MAX_COST_S)])
 def test_what_a_request_counts_as_is_bounded(throttle: RejectionThrottle, took: float, counted: float) -> None:
     for _ in range(int(CREDIT_S / counted) + 1):
         throttle.delay_s("a", took)
@@ -61,8 +61,8 @@ def test_nobody_waits_longer_than_it_is_patient_and_what_is_owed_ends_with_that(
     throttle: RejectionThrottle, clock: Clock
 ) -> None:
     delays = [throttle.delay_s("a", 0.01) for _ in range(10_000)]
-    assert max(delays) == pytest.approx(PATIENCE_S)
-    clock.now += PATIENCE_S
+    assert max(delays) == pytest.approx(MAX_DELAY_S)
+    clock.now += MAX_DELAY_S
     throttle.served()
     assert throttle.delay_s("a", 0.01) == 0.0
 

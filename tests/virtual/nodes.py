@@ -32,7 +32,7 @@ from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
 from kvferry.worker.service import Base
 from kvferry.worker.streams import RouterStreams
-from kvferry.worker.tier_opening import OpenTiers
+from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
 from tests.later_checksums import LaterChecksums
 from tests.virtual.arithmetic import BLOCK_SIZE, FINGERPRINT, INFO, Arithmetic, make_engine
@@ -148,7 +148,7 @@ class VirtualNode:
             Base(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=app, metrics=self.metrics,
                 parts=cast(EngineParts, parts), engine=self.loop_engine, dock=self.dock, rates=self.rates,
-                outflow=TransferStats(), streams=self.streams, tiers=OpenTiers(),
+                transfer_stats=TransferStats(), streams=self.streams, tiers=OpenTiers(),
                 require_ready=self.require_ready, roles=self.roles, call_soon=self.call_soon,
             )
         )  # fmt: skip
@@ -228,13 +228,13 @@ class VirtualNode:
             engine.transfer_holds.grants, "attempts": engine.request_table._attempts, "commands":
             self.loop_engine._inbox, "fetches": service.endpoints.fetches._waiting, "asked":
             service.endpoints.fetches._asker.transfers._all, "coming": service.endpoints.fetches._coming, "given":
-            service.endpoints.supplies._giving, "arrivals": service.endpoints.fetches._arrivals._open,
+            service.endpoints.supplies._supplies, "arrivals": service.endpoints.fetches._arrivals._open,
             "copies sent": engine.copies._transfer_holds, "copies landing": engine.copies._landing,
             "held blocks": engine.pool.num_blocks - engine.pool.available,
         }  # fmt: skip
         tables |= {
             "answers": service.prefill._answers, "offers": service.prefill._ships._offers,
-            "departures": service.decode._departures._open, "moves": engine.moving._open,
+            "departures": service.decode._migrations._open, "moves": engine.moving._open,
             "sent": list(service.endpoints.sender.transfers._all),
             "received": list(service.endpoints.arrivals.receiver.transfers._all),
         }  # fmt: skip

@@ -23,8 +23,9 @@ from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.rank_channel import RankChannel, RankChannels
-from kvferry.worker import device_rank_pool, rank, segments
+from kvferry.runtime.rank_channel import RankChannel, RankZeroChannels
+from kvferry.worker import block_parts, device_rank_pool, rank
+from kvferry.worker.block_parts import Segments
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.device_ranks import DeviceRanks
 from kvferry.worker.hosts import remote_parts
@@ -32,7 +33,6 @@ from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import PoolMemory, make_pool
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.rank_memory import make_memory
-from kvferry.worker.segments import Segments
 from kvferry.worker.shared_rows import SharedRows
 from tests.toy import make_job
 from tests.waiting import until, wait_for
@@ -69,9 +69,9 @@ class Joined:
         self.pools = [make_pool(layout.of_rank(ranks), blocks, CPU) for _ in range(ranks)]
         rows = [SharedRows(self.file, layout.block_bytes) for _ in range(ranks)]
         parts = [Segments(kv, layout, rank, ranks) for rank, kv in enumerate(self.pools)]
-        self.lines = RankChannels(ranks - 1)
-        theirs = [RankChannel(os.dup(self.lines.give(rank))) for rank in range(ranks - 1)]
-        self.lines.given()
+        self.lines = RankZeroChannels(ranks - 1)
+        theirs = [RankChannel(os.dup(self.lines.descriptor(rank))) for rank in range(ranks - 1)]
+        self.lines.close_inherited()
         self.threads = ThreadPoolExecutor(ranks)
         self.ends = [
             self.threads.submit(remote_parts.follow, line, part)
@@ -140,7 +140,7 @@ def test_many_blocks_cross_together(
 ) -> None:
     """In any order, however many parts are copied at once: there and back, through the other blocks."""
     kv, memory = whole_pool(layout, 6), joined.memory
-    monkeypatch.setattr(segments, "STAGED", at_once * joined.pools[0][0].nbytes)
+    monkeypatch.setattr(block_parts, "STAGED", at_once * joined.pools[0][0].nbytes)
     plain, order = PoolMemory(kv), [4, 0, 5, 1, 3]
     rows = memory.room(10)
     for row, block_id in zip(rows, order, strict=False):
@@ -286,14 +286,14 @@ def test_a_rank_connects_once_all_have_loaded_their_parts(monkeypatch: pytest.Mo
     monkeypatch.setattr(rank, "_live", lambda *_: None)
     monkeypatch.setattr(rank, "_decoder", lambda *_: None)
     monkeypatch.setattr(rank, "set_up_log", lambda *_: None)
-    descriptors, lines, moves = (*make_memory(3), os.memfd_create("meeting")), RankChannels(1), RankChannels(1)
-    line, moved = (RankChannel(os.dup(each.give(0))) for each in (lines, moves))
+    descriptors, lines, moves = (*make_memory(3), os.memfd_create("meeting")), RankZeroChannels(1), RankZeroChannels(1)
+    line, moved = (RankChannel(os.dup(each.descriptor(0))) for each in (lines, moves))
     for each in (lines, moves):
-        each.given()
-    lines.tell(pickle.dumps(WorkerSettings(tensor_parallel_size=3, device="cpu", pools_apart=True)))
+        each.close_inherited()
+    lines.broadcast(pickle.dumps(WorkerSettings(tensor_parallel_size=3, device="cpu", pools_apart=True)))
     with ThreadPoolExecutor(1) as threads:
         computing = threads.submit(rank.compute, 1, line, *descriptors[:2], moved, descriptors[2])
-        assert pickle.loads(lines.hear(0))[0] == ""  # noqa: S301 - of its own thread
+        assert pickle.loads(lines.receive(0))[0] == ""  # noqa: S301 - of its own thread
         lines.close()
         assert isinstance(computing.exception(30.0), EOFError)
     assert not connected
@@ -312,10 +312,10 @@ time.sleep(600)
 
 
 def test_a_rank_whose_thread_of_moves_ends_by_an_error_ends() -> None:
-    lines = RankChannels(1)
-    other = subprocess.Popen([sys.executable, "-c", MOVING, str(lines.give(0))], pass_fds=[lines.give(0)])
-    lines.given()
-    lines.tell(b"no message")
+    lines = RankZeroChannels(1)
+    other = subprocess.Popen([sys.executable, "-c", MOVING, str(lines.descriptor(0))], pass_fds=[lines.descriptor(0)])
+    lines.close_inherited()
+    lines.broadcast(b"no message")
     assert other.wait(60.0) == 1
     lines.close()
 
@@ -346,5 +346,5 @@ def test_a_rank_ends_with_its_first_one_whatever_it_waits_for() -> None:
 
 def test_ranks_want_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ConfigError, match="2 needs GPUs from cuda:3 on, one a rank; there are 4"):
+    with pytest.raises(ConfigError, match="2 needs GPUs from cuda:3 on, one per rank; this machine has 4"):
         start_ranks(WorkerSettings(tensor_parallel_size=2), torch.device("cuda:3"))

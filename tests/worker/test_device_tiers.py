@@ -14,14 +14,14 @@ import torch
 
 from kvferry.cluster_state.index import on_tier
 from kvferry.engine.runner import Runner
-from kvferry.kv_transfer.tiers import groups
+from kvferry.kv_transfer.tiers import object_groups
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.worker import tier_opening, tiers
+from kvferry.worker import tier_factory, tiers
 from kvferry.worker.device_copies import DeviceCopies
 from kvferry.worker.pool_memory import PoolMemory
-from kvferry.worker.tier_opening import open_tiers
+from kvferry.worker.tier_factory import open_tiers
 from tests.toy import FINGERPRINT, make_engine, make_job
 from tests.waiting import until
 from tests.worker.test_fetch_client import FULL, LENGTH, prompt
@@ -44,10 +44,10 @@ class Far(PoolMemory):
 @pytest.fixture(autouse=True)
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the toy's prompts have few blocks and take less time than any copy; a busy machine makes no read late."""
-    monkeypatch.setattr(tier_opening, "PoolMemory", Far)
+    monkeypatch.setattr(tier_factory, "PoolMemory", Far)
     monkeypatch.setattr(tiers, "LEAST_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
-    monkeypatch.setattr(groups, "GROUP", 5)
+    monkeypatch.setattr(object_groups, "GROUP", 5)
     evict_the_oldest(monkeypatch)
 
 
@@ -145,7 +145,7 @@ async def test_what_a_node_on_a_device_left_in_a_store_another_one_reads(
         assert (await ask(router, "again")).reused_prefill == FULL * 4
         assert count("remote", router.prefill, "read") == FULL
         await settle(router)
-    monkeypatch.setattr(tier_opening, "PoolMemory", PoolMemory)
+    monkeypatch.setattr(tier_factory, "PoolMemory", PoolMemory)
     async with cluster(100, **kept) as router:
         assert (await ask(router, "on a CPU")).reused_prefill == FULL * 4
         await settle(router)
@@ -175,7 +175,7 @@ async def test_host_memory_that_cannot_be_used_is_refused_at_the_start(monkeypat
         assert "the prefix cache is off" in refused(1.0, enable_prefix_caching=False)
         assert "host memory left" in refused(1e6)
         assert "no room for a block" in refused(1e-9)
-        monkeypatch.setattr(tier_opening, "PoolMemory", PoolMemory)
+        monkeypatch.setattr(tier_factory, "PoolMemory", PoolMemory)
         assert "raise --kv-cache-gib" in refused(1.0)
 
 

@@ -143,14 +143,14 @@ async def test_what_came_before_the_holder_dies_is_kept_and_the_rest_computed(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_client, "PIECE", 4)
-    give, asked = fetch_server.PrefixSupplier._give, []
+    give, asked = fetch_server.PrefixSupplier._supply, []
 
     def twice(*args: Any) -> None:
         asked.append(1)
         if len(asked) < 3:
             give(*args)
 
-    monkeypatch.setattr(fetch_server.PrefixSupplier, "_give", twice)
+    monkeypatch.setattr(fetch_server.PrefixSupplier, "_supply", twice)
     answer = router.post_prefill(job("a", router.decode))
     await until(lambda: len(asked) == 3)
     await router.decode.lose_link()

@@ -20,9 +20,9 @@ from kvferry.protocol.errors import ConfigError, Incompatible
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.signals import StopSignal
-from kvferry.worker.hosts import follower, greeting, listener, sealed_socket
+from kvferry.worker.hosts import follower, join_message, listener, sealed_socket
 from kvferry.worker.hosts.follower import Follower
-from kvferry.worker.hosts.greeting import HOST, Greeting, require_hosts, terms
+from kvferry.worker.hosts.join_message import HOST, JoinMessage, require_hosts, terms
 from kvferry.worker.hosts.listener import HostListener
 from kvferry.worker.hosts.sealed_socket import SealedSocket, dial
 from kvferry.worker.ranks import CALLS, MOVES
@@ -53,10 +53,10 @@ def first(settings: WorkerSettings) -> Iterator[HostListener]:
 def joined(settings: WorkerSettings, number: int = 1, purpose: str = HOST, **given: Any) -> tuple[SealedSocket, str]:
     """The line of a host or a rank, and host 0's token."""
     revision = given.pop("revision", REVISION)
-    greets = Greeting(purpose, number, address=f"127.0.0.{number + 1}", **given).encode()
+    greets = JoinMessage(purpose, number, address=f"127.0.0.{number + 1}", **given).encode()
     agreed = terms(settings, ClusterSecrets(settings), revision)
     line, welcome = dial("127.0.0.1", settings.master_port, f"127.0.0.{number + 1}", agreed, greets)
-    return line, Greeting.decode(welcome).meeting
+    return line, JoinMessage.decode(welcome).meeting
 
 
 def line_of(first: HostListener, purpose: str, number: int) -> SealedSocket:
@@ -100,8 +100,8 @@ def test_hosts_and_their_ranks_are_let_in_and_hear_each_other(first: HostListene
         ({"cluster_secret": "of somebody else's"}, {}, "the two nodes do not share a cluster secret"),
         ({}, {"number": 3}, "there is no place for a host 3"),
         ({}, {"purpose": "pictures"}, "a connection of unknown purpose"),
-        ({}, {"purpose": CALLS, "meeting": "0" * 32}, "this rank belongs to an earlier meeting"),
-        ({}, {"threads": "many"}, "a host's greeting has a wrong threads"),
+        ({}, {"purpose": CALLS, "meeting": "0" * 32}, "this rank belongs to an earlier start of the node"),
+        ({}, {"threads": "many"}, "a host's join message has a wrong threads"),
     ],
 )
 def test_a_host_that_does_not_fit_is_told_why(
@@ -115,7 +115,7 @@ def test_a_host_that_does_not_fit_is_told_why(
 def test_nor_does_one_of_another_version(
     first: HostListener, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "VERSION", "0.1")
+    monkeypatch.setattr(join_message, "VERSION", "0.1")
     with pytest.raises(Incompatible, match=r"kvferry version differs: 0\.1 on one node"):
         joined(settings)
 
@@ -133,7 +133,7 @@ def test_a_place_is_taken_once(first: HostListener, settings: WorkerSettings) ->
 
 def test_whoever_says_nothing_or_nonsense_keeps_nobody_out(first: HostListener, settings: WorkerSettings) -> None:
     where = ("127.0.0.1", settings.master_port)
-    silent = [socket.create_connection(where) for _ in range(listener.MOST_GREETINGS // 2)]
+    silent = [socket.create_connection(where) for _ in range(listener.MAX_JOINING // 2)]
     for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, bytes(64)):
         with socket.create_connection(where) as other, suppress(OSError):
             other.sendall(nonsense)
@@ -149,9 +149,9 @@ def test_whoever_says_nothing_or_nonsense_keeps_nobody_out(first: HostListener, 
 
 def test_hosts_that_do_not_come_are_named(first: HostListener, settings: WorkerSettings) -> None:
     line, _ = joined(settings)
-    with pytest.raises(ConfigError, match="after 0 s these have not joined: host 2"):
+    with pytest.raises(ConfigError, match="these have not joined within 0 s: host 2"):
         first.meet(0.1)
-    with pytest.raises(ConfigError, match="after 0 s these have not joined: rank 1, rank 2"):
+    with pytest.raises(ConfigError, match="these have not joined within 0 s: rank 1, rank 2"):
         first.ranks(CALLS, 0.1)
     line.close()
 
@@ -184,8 +184,8 @@ def test_a_message_that_another_wrote_or_that_is_too_long_ends_the_line(
             lambda line: line.send_bytes(b'{"ended": "rank 1 ended (signal 9)"}'),
             r"has ended: rank 1 ended \(signal 9\)",
         ),
-        (lambda line: None, "has not been heard of for 0 s"),
-        (lambda line: line.send_bytes(b"{}"), "has gone: KeyError"),
+        (lambda line: None, "has not sent a heartbeat for 0 s"),
+        (lambda line: line.send_bytes(b"{}"), "has failed: KeyError"),
     ],
     ids=["closed", "rank", "silent", "nonsense"],
 )
@@ -196,7 +196,7 @@ def test_a_host_that_is_lost_leaves_nobody_waiting(
     how: Callable[[SealedSocket], None],
     why: str,
 ) -> None:
-    if "heard" in why:
+    if "heartbeat" in why:
         monkeypatch.setattr(listener, "LOST_S", 0.5)
     line, token = joined(settings)
     other, _ = joined(settings, 2)
@@ -299,7 +299,7 @@ def revision_of(settings: WorkerSettings) -> str:
 
 async def test_a_host_waits_for_host_0_and_ends_with_it(two: WorkerSettings) -> None:
     async with running(two) as (made, run, _):
-        await until(lambda: "does not let it join: " in made.unready())
+        await until(lambda: "cannot be joined: " in made.unready())
         assert f"host 0 at 127.0.0.1:{two.master_port}" in made.unready()
         first = HostListener(replace(two, node_rank=0, host="127.0.0.1"), revision_of(two))
         await asyncio.to_thread(first.meet)
@@ -351,7 +351,7 @@ async def test_a_host_that_is_asked_to_stop_computes_until_host_0_has_drained(tw
 
 async def test_one_that_is_asked_to_stop_before_it_has_joined_ends(two: WorkerSettings) -> None:
     async with running(two) as (made, run, stop):
-        await until(lambda: "does not let it join" in made.unready())
+        await until(lambda: "cannot be joined" in made.unready())
         stop.ask(15)
         assert await asyncio.wait_for(run, 5.0) is True
 
@@ -366,7 +366,7 @@ async def test_a_host_with_other_weights_ends_at_once_and_names_them(two: Worker
 
 async def test_a_host_does_not_wait_for_ever(two: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "JOIN_S", 0.1)
-    with pytest.raises(ConfigError, match=r"after 0 s host 0 at .* does not let it join") as raised:
+    with pytest.raises(ConfigError, match=r"after 0 s host 0 at .* cannot be joined") as raised:
         await Follower(two).run(StopSignal())
     assert raised.value.param == "master_addr"
 

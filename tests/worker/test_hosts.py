@@ -114,7 +114,7 @@ async def test_a_host_that_stands_still_does_too_and_ends_once_it_goes_on(path: 
         process = psutil.Process(other.process.pid)
         process.suspend()
         assert await until(lambda: router.decode.loaded.fault) < 5.0
-        assert router.decode.loaded.fault == "host 1 (127.0.0.2) has not been heard of for 3 s"
+        assert router.decode.loaded.fault == "host 1 (127.0.0.2) has not sent a heartbeat for 3 s"
         process.resume()
         status, told = await asyncio.to_thread(other.ended)
         assert (status, "host 0 at 127.0.0.1" in told) == (1, True)

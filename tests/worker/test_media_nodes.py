@@ -149,7 +149,7 @@ async def test_a_stream_moves_without_its_images() -> None:
         await left.generate(asked)
         await until(lambda: one.paused)
         moving = asyncio.create_task(left._post(one, "move", MoveRequest("a", 0, 1, other.target)))
-        await until(lambda: one.service._departures._asked)
+        await until(lambda: one.service._migrations._asked)
         one.resume()
         moved = await moving
         assert moved.status_code == 202, moved.text
@@ -168,7 +168,7 @@ def chat(*urls: str) -> bytes:
 
 async def post(node: Worker, path: str, message: Any) -> httpx.Response:
     async with httpx.AsyncClient(trust_env=False) as http:
-        return await http.post(f"{node.node.face.url}/attempts/{path}", content=pack(message))
+        return await http.post(f"{node.node.address.url}/attempts/{path}", content=pack(message))
 
 
 async def test_nodes_make_prompts_of_chats_and_say_so_in_their_leases() -> None:

@@ -21,7 +21,7 @@ from kvferry.kv_transfer.tiers import files, remote
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.protocol.index_rows import key_and_tag
 from kvferry.protocol.messages import Holder
-from kvferry.worker import block_fetches, fetch_client, tier_writes, tiers
+from kvferry.worker import block_fetches, fetch_client, local_writes, tiers
 from tests.toy import VOCAB, expected, make_engine, make_job
 from tests.waiting import until
 from tests.worker_pair import Router, Worker, routed, worker
@@ -118,7 +118,7 @@ async def test_whatever_befalls_memory_no_token_is_wrong_and_nothing_is_left(
             (block_fetches, "SHUN_S", 0.1),
             (remote, "OUT_S", 0.1),
         ),
-        *((tier_writes, "PATIENCE_S", 0.1), (files, "LONGEST", 4)),
+        *((local_writes, "GATHERING_S", 0.1), (files, "MAX_BLOCKS", 4)),
     ):
         monkeypatch.setattr(module, name, value)
     kept: dict[str, Any] = {

@@ -54,7 +54,7 @@ async def test_a_message_that_cannot_be_packed_is_told(caplog: pytest.LogCapture
     connection, closed = Connection(), []
     await MessageStreamResponse(unpackable(), lambda: closed.append(1))({}, connection.receive, connection.send)
     assert closed == [1]
-    assert [record.message for record in caplog.records] == ["a stream ended early"]
+    assert [record.message for record in caplog.records] == ["a stream ended with an error"]
 
 
 async def test_a_reader_that_leaves_before_the_first_message_is_noticed() -> None:

@@ -25,7 +25,7 @@ PROMPT = list(range(20))
 
 async def answers(node: Worker) -> tuple[int, int, str]:
     """Status of /ready and of /health, and what the latter calls the node."""
-    async with httpx.AsyncClient(trust_env=False, base_url=node.node.face.url) as client:
+    async with httpx.AsyncClient(trust_env=False, base_url=node.node.address.url) as client:
         ready, health = await client.get("/ready"), await client.get("/health")
         assert {name: ready.json()[name] for name in ("status", "progress")} == {
             name: health.json()[name] for name in ("status", "progress")
@@ -46,9 +46,9 @@ async def test_a_node_is_ready_once_its_lease_is_written() -> None:
             store.available = True
             await until(lambda: node.node.state == "ready")
             assert await answers(node) == (200, 200, "ready")
-            assert [lease.node_id for lease in await store.nodes()] == [node.node.face.node_id]
+            assert [lease.node_id for lease in await store.nodes()] == [node.node.address.node_id]
             report = json.loads((reports.read() or b"").splitlines()[-1])
-            assert (report["status"], report["url"]) == ("ready", node.node.face.url)
+            assert (report["status"], report["url"]) == ("ready", node.node.address.url)
             assert report["facts"]["link"] == node.node.loaded.link.address
 
 
@@ -86,7 +86,7 @@ async def test_health_and_lease_tell_how_long_a_thread_has_not_moved(thread: str
         with getattr(node, f"frozen_{thread}")():
             await until(lambda: getattr(node.loaded.vitals.pulse, f"{thread}_s") > 1.2)
             assert getattr(node.loaded.lease().pulse, f"{thread}_s") > 1.2
-            async with httpx.AsyncClient(trust_env=False, base_url=node.node.face.url) as client:
+            async with httpx.AsyncClient(trust_env=False, base_url=node.node.address.url) as client:
                 health = await client.get("/health")
             assert health.json()["pulse"][f"{thread}_s"] > 1.2
             assert await answers(node) == (200, 200, "ready")

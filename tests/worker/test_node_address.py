@@ -6,20 +6,20 @@ import pytest
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.worker.address import NodeAddress
+from kvferry.worker.node_address import NodeAddress
 
 
-def face(**settings: object) -> NodeAddress:
+def address(**settings: object) -> NodeAddress:
     return NodeAddress(WorkerSettings(role="decode", **settings), lambda: (200, {}), lambda: "")  # type: ignore[arg-type]
 
 
 def test_what_others_dial_is_advertised() -> None:
-    made = face(host="0.0.0.0", advertise_host="fd00::7", node_id="d")
+    made = address(host="0.0.0.0", advertise_host="fd00::7", node_id="d")
     assert made.url.startswith("http://[fd00::7]:")
     assert made.node_id == "d"
-    assert face(host="127.0.0.1").node_id.startswith("decode-")
+    assert address(host="127.0.0.1").node_id.startswith("decode-")
 
 
 def test_an_address_that_names_no_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="--advertise-host"):
-        face(host="0.0.0.0")
+        address(host="0.0.0.0")

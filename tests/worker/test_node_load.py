@@ -16,8 +16,15 @@ from kvferry.protocol.lease import Load, Rates
 from kvferry.protocol.messages import Job
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.worker_metrics import WorkerMetrics
-from kvferry.worker.load import SLOWER, WAIT_S, decode_pressure, latency_share, prefill_backlog_s, set_scaling_gauges
 from kvferry.worker.rates import RateMeter
+from kvferry.worker.scaling_signals import (
+    SLOWER,
+    WAIT_S,
+    decode_pressure,
+    latency_share,
+    prefill_backlog_s,
+    set_scaling_gauges,
+)
 from tests.toy import make_engine, make_job
 from tests.waiting import until
 from tests.worker_pair import Router, Worker, worker
@@ -47,7 +54,7 @@ async def ask(here: Worker, router: Router, jobs: list[Job]) -> None:
 async def scraped(here: Worker) -> dict[str, float]:
     """The node's gauges as Prometheus reads them."""
     async with httpx.AsyncClient(trust_env=False) as client:
-        text = (await client.get(f"{here.node.face.url}/metrics")).text
+        text = (await client.get(f"{here.node.address.url}/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {s.name.removeprefix("kvferry_"): s.value for s in samples if set(s.labels) <= {"role", "model_name"}}
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from kvferry.kv_transfer.checksum import ALGORITHM
+from kvferry.kv_transfer.control_stream import REFUSED, WELCOME
 from kvferry.kv_transfer.handshake import HandshakeTerms
-from kvferry.kv_transfer.stream import REFUSED, WELCOME
 from kvferry.protocol.errors import OtherCluster
 from kvferry.protocol.messages import CancelRequest
 from kvferry.router.nodes.client import NodeClient

@@ -12,7 +12,7 @@ from kvferry.engine.eviction import ValueEviction
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sessions import MAX_NOTES, TOOL_GROUPS, SessionNotes
 from kvferry.protocol.wire import pack
-from kvferry.worker.sessions import NodeSessions
+from kvferry.worker.session_notes import NodeSessions
 from tests.toy import finish, make_engine, make_job
 
 

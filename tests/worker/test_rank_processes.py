@@ -192,7 +192,7 @@ async def test_a_rank_that_stands_still_does_too(path: Path, busy: bool) -> None
         if busy:
             await router.generate(make_job("a", prompt(100), 100))
         await until(lambda: router.decode.loaded.fault)
-        assert re.fullmatch(r"rank 1 has not moved for \d+ s", router.decode.loaded.fault or "")
+        assert re.fullmatch(r"rank 1 has made no progress for \d+ s", router.decode.loaded.fault or "")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ async def test_nodes_of_different_degree_serve_adapters_together(apart: bool, tm
             answers.append(made)
             for change in (ChangeAdapter("name"), ChangeAdapter("name", str(adapters[1]))):
                 for node in nodes:
-                    sent = await client.post(f"{node.node.face.url}/adapters", content=pack(change))
+                    sent = await client.post(f"{node.node.address.url}/adapters", content=pack(change))
                     assert sent.status_code == 202, sent.text
         made, _ = await answer(router, "plain", tokens)
         expect_likeliest(path, tokens, made)

@@ -18,14 +18,14 @@ from kvferry.cluster_state import index, memory_store
 from kvferry.engine.block_interfaces import GRANT
 from kvferry.engine.engine import Engine
 from kvferry.engine.replication import Replicas
-from kvferry.kv_transfer.tiers import groups, remote
+from kvferry.kv_transfer.tiers import object_groups, remote
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.messages import Holder
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker import tiers
-from kvferry.worker.tier_opening import open_tiers
+from kvferry.worker.tier_factory import open_tiers
 from tests.toy import FINGERPRINT, expected, make_engine, make_job
 from tests.waiting import until
 from tests.worker import tiered
@@ -53,7 +53,7 @@ async def cluster(path: Path, **settings: Any) -> AsyncIterator[Router]:
 @pytest.fixture(autouse=True)
 def quick_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy's prompts have few blocks and take less time than any store; a busy machine makes no read late."""
-    monkeypatch.setattr(groups, "GROUP", GROUP)
+    monkeypatch.setattr(object_groups, "GROUP", GROUP)
     monkeypatch.setattr(tiers, "LEAST_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
 

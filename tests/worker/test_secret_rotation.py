@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self, files: dict[str, Path], prefill: Worker, decode: Worker, secrets: ClusterSecrets) -> None:
         self.files, self.prefill, self.decode = files, prefill, decode
-        self.known = {"prefill": prefill.node.face.secrets, "decode": decode.node.face.secrets, "router": secrets}
+        self.known = {"prefill": prefill.node.address.secrets, "decode": decode.node.address.secrets, "router": secrets}
         self.client = NodeClient("router", secrets.token)
         self.frames: list[StepFrame] = []
         self.asked = 0
@@ -95,7 +95,7 @@ async def cluster_of(folder: Path) -> AsyncIterator[Cluster]:
 async def shown(node: Worker, secret: str) -> int:
     async with httpx.AsyncClient(trust_env=False) as http:
         headers = {HEADER: read_secrets(secret)[0].token}
-        return (await http.post(f"{node.node.face.url}/attempts/cancel", headers=headers)).status_code
+        return (await http.post(f"{node.node.address.url}/attempts/cancel", headers=headers)).status_code
 
 
 async def test_no_request_is_refused_while_the_secret_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +121,6 @@ async def test_a_file_that_breaks_keeps_what_it_said(tmp_path: Path, monkeypatch
         for text in ("short", "", f"{NEW}\nshort"):
             file.write_text(text)
             await asyncio.sleep(0.2)
-            assert node.node.face.secrets.token() == read_secrets(OLD)[0].token
+            assert node.node.address.secrets.token() == read_secrets(OLD)[0].token
         file.write_text(NEW)
-        await until(lambda: node.node.face.secrets.token() == read_secrets(NEW)[0].token)
+        await until(lambda: node.node.address.secrets.token() == read_secrets(NEW)[0].token)

@@ -17,7 +17,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.decode_worker import replication
 from kvferry.engine.engine import Engine
 from kvferry.protocol.messages import Holder, Job, MoveRequest
-from kvferry.worker import fetch_client, tier_writes, tiers
+from kvferry.worker import fetch_client, local_writes, tiers
 from tests.recurrent_toy import make_recurrent, toy_of
 from tests.toy import VOCAB, expected, make_job
 from tests.waiting import until
@@ -171,7 +171,7 @@ async def test_streams_move_with_their_states() -> None:
 
 
 async def test_a_disk_keeps_checkpoints_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(local_writes, "GATHERING_S", 0.0)
     monkeypatch.setattr(tiers, "LEAST_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
     for turn in range(2):

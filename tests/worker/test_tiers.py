@@ -20,8 +20,8 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.messages import Holder
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.worker import fetch_client, tier_writes, tiers
-from kvferry.worker.tier_opening import open_tiers
+from kvferry.worker import fetch_client, local_writes, tiers
+from kvferry.worker.tier_factory import open_tiers
 from tests.toy import FINGERPRINT, expected, make_engine, make_job
 from tests.waiting import until
 from tests.worker import tiered
@@ -271,7 +271,7 @@ async def test_few_new_blocks_are_written_when_no_more_come(tmp_path: Path, monk
         assert first.delta.reuse.computed == 20
         await until(lambda: router.prefill.service.endpoints.tiers._writes[0]._fresh)
         assert count(router.prefill, "written") == 0
-        monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(local_writes, "GATHERING_S", 0.0)
         await until(lambda: count(router.prefill, "written") == 5)
         assert not router.prefill.service.endpoints.tiers._writes[0]._fresh
         await settle(router)
@@ -293,7 +293,7 @@ async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
         for seed in range(6):
             assert (await ask(router, f"ask-{seed}", seed)).computed == LENGTH
             await until(lambda: writes._held or seed)  # noqa: B023
-        await until(lambda: writes._held == POOL // tier_writes.HELD)
+        await until(lambda: writes._held == POOL // local_writes.HELD)
         assert router.prefill.engine.pool.available >= POOL // 2
         assert count(router.prefill, "lost") > FULL
         go.set()
@@ -337,10 +337,10 @@ async def test_what_is_retracted_while_it_is_read_is_not_found(tmp_path: Path) -
 async def test_of_a_prompt_that_fills_the_pool_the_beginning_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_writes, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(local_writes, "GATHERING_S", 0.0)
     async with cluster(tmp_path, FULL + FULL // 2) as router:
         await ask(router, "long", 0)
-        half = (FULL + FULL // 2) // tier_writes.HELD
+        half = (FULL + FULL // 2) // local_writes.HELD
         await until(lambda: count(router.prefill, "written") == half)
         await until(lambda: count(router.prefill, "lost") == FULL - half)
         assert tier_of(router.prefill).run(tier_of(router.prefill).hashes()) == half
@@ -373,7 +373,7 @@ async def test_what_left_the_pool_before_it_was_written_counts_as_lost(
 ) -> None:
     async with cluster(tmp_path) as router:
         with monkeypatch.context() as patched:
-            patched.setattr(tier_writes.TierWrites, "_look_again", lambda self: None)
+            patched.setattr(local_writes.LocalWrites, "_look_again", lambda self: None)
             for seed in range(4):
                 await ask(router, f"ask-{seed}", seed)
         fresh = router.prefill.service.endpoints.tiers._writes[0]._fresh

@@ -1,1 +1,1 @@
-"""Ranks of a node on several hosts: how the hosts meet, stay alive together and move blocks."""
+"""Ranks of one node on several hosts: the hosts join host 0, watch each other and exchange parts of blocks."""

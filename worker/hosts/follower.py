@@ -1,6 +1,6 @@
 """Process of a host other than host 0 of a node: it joins host 0, runs this host's ranks and ends with either.
 
-It has no lease and serves no requests; its HTTP server tells Kubernetes of its state."""
+It has no lease and serves no requests; its HTTP server reports its state to Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.address import host_port
 from kvferry.runtime.http import serve_metrics
 from kvferry.runtime.signals import StopSignal
-from kvferry.worker.address import NodeAddress
 from kvferry.worker.engine_factory import choose_device
-from kvferry.worker.hosts.greeting import BEAT_S, HOST, JOIN_S, Greeting, terms
+from kvferry.worker.hosts.join_message import BEAT_S, HOST, JOIN_S, JoinMessage, terms
 from kvferry.worker.hosts.listener import READY
 from kvferry.worker.hosts.local_ranks import LocalRanks
 from kvferry.worker.hosts.remote_rank import Orders
 from kvferry.worker.hosts.sealed_socket import SealedSocket, dial
+from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.rank_launcher import require_gpus
 
 log = logging.getLogger("kvferry.worker")
 
 LEADER_S = 10.0
-"""Seconds without an answer of host 0 after which this host ends. Host 0 itself gives up sooner."""
+"""Seconds without an answer from host 0 after which this host ends. Host 0's own limit is shorter."""
 DRAIN_MARGIN_S = 10.0
-"""Seconds beyond --drain-timeout that host 0 has to drain and end when this host is asked to stop."""
+"""Time beyond --drain-timeout for host 0 to drain and end when this host is asked to stop, in seconds."""
 END_S = 2.0
-"""Seconds that a host which is asked to stop has to end its ranks."""
+"""Time for a host that is asked to stop to end its ranks, in seconds."""
 RETRY_S = 0.5
 """Seconds between two attempts to join."""
 
@@ -45,8 +45,8 @@ class Follower:
     """One host other than host 0, in this process. Raises ConfigError when the settings cannot be used."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.face = NodeAddress(settings, self._health, self.unready)
-        serve_metrics(self.face.app, CollectorRegistry(), lambda: None)  # none of its own, for scrapers of all pods
+        self.address = NodeAddress(settings, self._health, self.unready)
+        serve_metrics(self.address.app, CollectorRegistry(), lambda: None)  # none of its own, for scrapers of all pods
         self.state, self._why = "joining", "it has not joined host 0 yet"
         self._settings, self._leader = settings, host_port(settings.master_addr, settings.master_port)
         self._ended, self._leaving = threading.Event(), False
@@ -54,17 +54,17 @@ class Follower:
     async def run(self, stop: StopSignal) -> bool:
         """Join, and compute until host 0 or a rank ends. Return whether this host was asked to stop.
 
-        A host that is asked to stop tells host 0, which drains, and computes on until host 0 has ended. Raises
-        ConfigError if host 0 never lets this host in."""
-        self.face.start()
+        A host that is asked to stop notifies host 0, which drains, and continues to compute until host 0 has ended.
+        Raises ConfigError if host 0 does not accept this host."""
+        self.address.start()
         work = asyncio.create_task(asyncio.to_thread(self._work))
         asked = asyncio.create_task(stop.asked.wait())
         try:
             await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done() and self.state == "ready":
                 self._leaving, hurry = True, asyncio.create_task(stop.hurry.wait())
-                patience = self._settings.drain_timeout + DRAIN_MARGIN_S
-                await asyncio.wait({work, hurry}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                limit_s = self._settings.drain_timeout + DRAIN_MARGIN_S
+                await asyncio.wait({work, hurry}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 hurry.cancel()
             self._ended.set()
             await asyncio.wait({work}, timeout=END_S)  # it may be reading weights
@@ -73,11 +73,11 @@ class Follower:
         finally:
             self._ended.set()
             asked.cancel()
-            await self.face.stop()
+            await self.address.stop()
         return stop.asked.is_set()
 
     def unready(self) -> str:
-        """Return why this host does not compute yet, or no longer; empty if it does."""
+        """Return why this host is not computing; empty if it is."""
         return "" if self.state == "ready" else self._why
 
     def _work(self) -> None:
@@ -97,28 +97,28 @@ class Follower:
             line.close()
 
     def _join(self, revision: str) -> tuple[SealedSocket, str] | None:
-        """Return the line to host 0 and its token, or None if asked to stop. Raises ConfigError."""
+        """Return the connection to host 0 and its token, or None if asked to stop. Raises ConfigError."""
         settings, deadline = self._settings, time.monotonic() + JOIN_S
-        greeting = Greeting(
+        message = JoinMessage(
             HOST, settings.node_rank, address=settings.own_address, device=settings.device, model=settings.model,
             threads=settings.threads,
         ).encode()  # fmt: skip
-        agreed = terms(settings, self.face.secrets, revision)
+        agreed = terms(settings, self.address.secrets, revision)
         while not self._ended.is_set():
             try:
-                line, welcome = dial(settings.master_addr, settings.master_port, settings.own_address, agreed, greeting)
-                return line, Greeting.decode(welcome).meeting
+                line, welcome = dial(settings.master_addr, settings.master_port, settings.own_address, agreed, message)
+                return line, JoinMessage.decode(welcome).meeting
             except Incompatible as error:
                 raise ConfigError(f"host 0 at {self._leader} refuses this host: {error.message}") from error
             except (OSError, EOFError) as error:
-                self._why = f"host 0 at {self._leader} does not let it join: {reason(error)}"
+                self._why = f"host 0 at {self._leader} cannot be joined: {reason(error)}"
                 if time.monotonic() > deadline:
                     raise ConfigError(f"after {JOIN_S:.0f} s {self._why}", param="master_addr") from error
             self._ended.wait(RETRY_S)
         return None
 
     def _follow(self, line: SealedSocket, ranks: LocalRanks) -> None:
-        """Exchange signs of life with host 0 until it, a rank or this process ends."""
+        """Exchange heartbeats with host 0 until it, a rank or this process ends."""
         log.info("host %d has joined host 0 at %s", self._settings.node_rank, self._leader)
         line.limit(LEADER_S)
         self._why = "the node is loading"
@@ -141,7 +141,7 @@ class Follower:
 
 
 def with_device(settings: WorkerSettings) -> WorkerSettings:
-    """Return the settings with the device that this host computes on. Raises ConfigError if it lacks GPUs."""
+    """Return the settings with the device on which this host computes. Raises ConfigError if it lacks GPUs."""
     device = choose_device(settings.device)
     require_gpus(settings, device)
     return replace(settings, device=str(device))
@@ -150,8 +150,8 @@ def with_device(settings: WorkerSettings) -> WorkerSettings:
 async def serve_follower(settings: WorkerSettings) -> None:
     """Run a host other than host 0 until the node ends, or until SIGTERM or SIGINT.
 
-    The process ends with exit status 1 unless a signal ended it, so that whatever started it starts it anew and it
-    joins the node's next epoch. Raises ConfigError when it cannot join."""
+    The process ends with exit status 1 unless a signal ended it, so that its supervisor restarts it and it joins the
+    node's next epoch. Raises ConfigError when it cannot join."""
     stop = StopSignal()
     stop.listen()
     asked = await Follower(settings).run(stop)

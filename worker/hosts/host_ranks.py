@@ -1,4 +1,4 @@
-"""Ranks of a node on several hosts, as host 0 sees them."""
+"""Ranks of a node on several hosts, seen from rank 0: starts those of host 0 and waits for those of the other hosts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from kvferry.engine.ranks.meeting import Meeting, TcpMeeting
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.rank_channel import RankChannels
+from kvferry.runtime.rank_channel import RankZeroChannels
 from kvferry.worker.device_ranks import DeviceRanks
 from kvferry.worker.hosts.listener import HostListener
 
 
 class HostRanks(DeviceRanks):
-    """Other ranks of a node, of which the first --tensor-parallel-size / --nnodes run on this host.
+    """Other ranks of a node. Ranks below --tensor-parallel-size / --nnodes run on this host.
 
-    Each rank has its own pool, also on CPUs. revision: of the model's weights. Raises OSError, ConfigError."""
+    Each rank has its own pool, on CPUs too. revision: revision of the model's weights. Raises OSError, ConfigError."""
 
     def __init__(self, settings: WorkerSettings, device: torch.device, revision: str) -> None:
         self._hosts = HostListener(replace(settings, device=str(device)), revision)
@@ -41,7 +41,7 @@ class HostRanks(DeviceRanks):
 
     @property
     def ended(self) -> str | None:
-        """Return in words which rank or host has ended or failed, from any thread; None if none."""
+        """Describe which rank or host has ended or failed, from any thread; None if none."""
         return self._hosts.fault or super().ended
 
     @property
@@ -54,11 +54,11 @@ class HostRanks(DeviceRanks):
         self._hosts.close()
         super().close()
 
-    def _channels(self, purpose: str) -> RankChannels:
-        return RankChannels(self._settings.ranks_per_host - 1, self._hosts.ranks(purpose))
+    def _channels(self, purpose: str) -> RankZeroChannels:
+        return RankZeroChannels(self._settings.ranks_per_host - 1, self._hosts.ranks(purpose))
 
     def _settings_of(self, rank: int) -> WorkerSettings:
-        """Return the settings with what another host says of itself."""
+        """Return the settings of another host's rank, with that host's address, device, model and threads."""
         settings, number = super()._settings_of(rank), rank // self._settings.ranks_per_host
         if not number:
             return settings

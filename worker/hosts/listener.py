@@ -1,4 +1,4 @@
-"""Host 0's side of a node on several hosts: it accepts the others' connections and watches whether they live."""
+"""Host 0's side of a node on several hosts: accepts connections of other hosts and ranks, and detects lost hosts."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from kvferry.protocol.errors import ConfigError, Incompatible, reason
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.log import RateLimitedLog
-from kvferry.worker.hosts.greeting import HOST, JOIN_S, Greeting, terms
+from kvferry.worker.hosts.join_message import HOST, JOIN_S, JoinMessage, terms
 from kvferry.worker.hosts.sealed_socket import SealedSocket, answer, listen
 from kvferry.worker.ranks import CALLS, MOVES
 
 log = logging.getLogger("kvferry.worker")
 
 LOST_S = 3.0
-"""Seconds without a sign of life after which a host is lost."""
-MOST_GREETINGS = 32
-"""Connections that greet at the same time; further ones are closed."""
+"""Seconds without a heartbeat after which a host is lost."""
+MAX_JOINING = 32
+"""Maximum number of concurrent handshakes; further connections are closed."""
 LOADING, READY = b"loading", b"ready"
-"""Host 0's answers to a sign of life."""
+"""Host 0's answers to a heartbeat."""
 Key = tuple[str, int]
 
 
 class HostListener:
     """Connections of the other hosts and their ranks to host 0, by purpose and number.
 
-    A host that is lost before all have met leaves its place to another one; later it is a fault of the node.
+    If a host is lost before all have joined, another one may take its place; after that, it is a fault of the node.
 
     signs     int64, a heartbeat counter of each rank of other hosts
-    ready     whether the node serves, of which the other hosts are told
+    ready     whether the node serves; sent to the other hosts
     leaving   whether another host was asked to stop
-    revision  of the model's weights
+    revision  revision of the model's weights
 
     Raises ConfigError if the port is taken."""
 
     def __init__(self, settings: WorkerSettings, revision: str) -> None:
         self.fault, self.ready, self.leaving = "", False, False
-        self.hosts: dict[int, Greeting] = {}
+        self.hosts: dict[int, JoinMessage] = {}
         self._settings, self._first = settings, settings.ranks_per_host
         self.signs = np.zeros(settings.tensor_parallel_size - self._first, np.int64)
         self._terms = terms(settings, ClusterSecrets(settings), revision)
         self._token, self._met = secrets.token_hex(16), False
         self._lines: dict[Key, SealedSocket | None] = {}
         self._changed = threading.Condition()
-        self._greeting, self._refused = threading.BoundedSemaphore(MOST_GREETINGS), RateLimitedLog(log)
+        self._joining, self._refused = threading.BoundedSemaphore(MAX_JOINING), RateLimitedLog(log)
         try:
             self._socket = listen(settings.host, settings.master_port)
         except OSError as error:
@@ -71,12 +71,12 @@ class HostListener:
         self._wait([(HOST, number) for number in others], within_s)
 
     def ranks(self, purpose: str, within_s: float = JOIN_S) -> list[SealedSocket]:
-        """Return the lines of all ranks on other hosts for one purpose, once they are there. Raises ConfigError."""
+        """Return the connections of all ranks on other hosts for one purpose, once they exist. Raises ConfigError."""
         others = range(self._first, self._settings.tensor_parallel_size)
         return self._wait([(purpose, rank) for rank in others], within_s)
 
     def close(self) -> None:
-        """Stop listening and close all lines; the other hosts end then."""
+        """Stop listening and close all connections; the other hosts then end."""
         with self._changed:
             self.fault = self.fault or "this host ends"
             lines = [line for line in self._lines.values() if line is not None]
@@ -94,7 +94,7 @@ class HostListener:
                     raise ConfigError(self.fault, param="nnodes")
                 if not self._changed.wait(deadline - time.monotonic()):
                     names = ", ".join(map(_named, missing))
-                    raise ConfigError(f"after {within_s:.0f} s these have not joined: {names}", param="nnodes")
+                    raise ConfigError(f"these have not joined within {within_s:.0f} s: {names}", param="nnodes")
             self._met = True
             return [line for key in keys if (line := self._lines[key]) is not None]
 
@@ -104,7 +104,7 @@ class HostListener:
                 connection, (where, *_) = self._socket.accept()
             except OSError:
                 return
-            if self._greeting.acquire(blocking=False):
+            if self._joining.acquire(blocking=False):
                 threading.Thread(target=self._greet, args=(connection, where), daemon=True).start()
             else:
                 connection.close()
@@ -114,35 +114,35 @@ class HostListener:
         try:
             line, data = answer(connection, self._terms, lambda data: self._placed(data, taken))
         except (OSError, EOFError, Incompatible) as error:
-            self._refused.warning("a connection of %s for --nnodes is refused: %s", where, reason(error))
+            self._refused.warning("refusing a connection of %s for --nnodes: %s", where, reason(error))
             with self._changed:
                 for key in taken:
                     self._lines.pop(key, None)
             return
         finally:
-            self._greeting.release()
+            self._joining.release()
         (key,) = taken
         with self._changed:
-            if key not in self._lines:  # its host was lost meanwhile, and left its place to another one
+            if key not in self._lines:  # its host was lost meanwhile
                 line.close()
                 return
             self._lines[key] = line
             if key[0] == HOST:
-                self.hosts[key[1]] = Greeting.decode(data)
+                self.hosts[key[1]] = JoinMessage.decode(data)
             self._changed.notify_all()
         if key[0] == HOST:
             log.info("host %d has joined from %s", key[1], where)
             self._watch(key[1], line)
 
     def _placed(self, data: bytes, taken: list[Key]) -> bytes:
-        """Reserve the place of the host that greets, and return this host's greeting."""
-        given, settings = Greeting.decode(data), self._settings
+        """Reserve the place of the host or rank that joins, and return this host's join message."""
+        given, settings = JoinMessage.decode(data), self._settings
         key = (given.purpose, given.number)
         places = range(1, settings.nnodes)
         if given.purpose in (CALLS, MOVES):
             places = range(self._first, settings.tensor_parallel_size)
             if given.meeting != self._token:
-                raise Incompatible("this rank belongs to an earlier meeting")
+                raise Incompatible("this rank belongs to an earlier start of the node")
         elif given.purpose != HOST:
             raise Incompatible("a connection of unknown purpose")
         if given.number not in places:
@@ -152,10 +152,10 @@ class HostListener:
                 raise ConnectionRefusedError(f"{_named(key)} has joined already")
             self._lines[key] = None
             taken.append(key)
-        return Greeting(HOST, 0, meeting=self._token).encode()
+        return JoinMessage(HOST, 0, meeting=self._token).encode()
 
     def _watch(self, number: int, line: SealedSocket) -> None:
-        """Take a host's signs of life until it is lost."""
+        """Receive a host's heartbeats until it is lost."""
         own = self.signs[(number - 1) * self._first : number * self._first]
         line.limit(LOST_S)
         try:
@@ -167,14 +167,14 @@ class HostListener:
                 self.leaving |= found["leaving"]
                 line.send_bytes(READY if self.ready else LOADING)
         except TimeoutError:
-            self._lost(number, f"has not been heard of for {LOST_S:.0f} s")
+            self._lost(number, f"has not sent a heartbeat for {LOST_S:.0f} s")
         except EOFError as error:
             self._lost(number, f"has ended{f': {error}' if str(error) else ''}")
         except Exception as error:
-            self._lost(number, f"has gone: {reason(error)}")
+            self._lost(number, f"has failed: {reason(error)}")
 
     def _lost(self, number: int, how: str) -> None:
-        """End all of the host's lines, so that nothing waits for it; by then `fault` says why."""
+        """End all of the host's connections, so that nothing waits for it; `fault` is set before that."""
         with self._changed:
             told = f"host {number} ({self.hosts[number].address}) {how}"
             own = [key for key in self._lines if (key[1] if key[0] == HOST else key[1] // self._first) == number]
@@ -182,7 +182,7 @@ class HostListener:
             if self._met:
                 self.fault = self.fault or told
             else:
-                log.warning("%s before all hosts have met", told)
+                log.warning("%s before all hosts have joined", told)
                 for key in own:
                     del self._lines[key]
             self._changed.notify_all()

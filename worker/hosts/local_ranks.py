@@ -1,4 +1,4 @@
-"""Rank processes of a host other than host 0."""
+"""Rank processes of a host other than host 0: starts them, reads their heartbeats and ends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.worker.rank_memory import RankMemory, make_memory
 
 
 class LocalRanks:
-    """Processes of this host's ranks, from the start on. Raises OSError."""
+    """Running processes of this host's ranks. Raises OSError."""
 
     def __init__(self, orders: Orders) -> None:
         settings = orders.settings
@@ -32,14 +32,14 @@ class LocalRanks:
 
     @property
     def ended(self) -> str:
-        """Return in words which rank has ended; empty if none."""
+        """Describe which rank has ended; empty if none."""
         for rank, process in zip(self._own, self._processes, strict=True):
             if (status := process.poll()) is not None:
                 return f"rank {rank} ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
         return ""
 
     def close(self) -> None:
-        """Kill the processes, whatever they do."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""Parts of blocks between rank 0's rows and the pool of a rank on another host, over that rank's own line."""
+"""Transfer of block parts between rank 0's host memory and the KV pool of a rank on another host, over its channel."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.protocol.errors import reason
-from kvferry.runtime.rank_channel import RankChannel, RankChannels
-from kvferry.worker.segments import Move, RankPart, Segments
+from kvferry.runtime.rank_channel import RankChannel, RankZeroChannels
+from kvferry.worker.block_parts import Move, RankPart, Segments
 
 
 class RemotePart:
     """Rank 0's view of the part of one rank on another host.
 
-    lines, other: its line is that of this number. Its methods raise OSError or EOFError if the rank is gone."""
+    lines, other: the channels to the ranks, and the number of this rank's channel. The methods raise OSError or
+    EOFError if the rank has ended."""
 
-    def __init__(self, part: RankPart, lines: RankChannels, other: int) -> None:
+    def __init__(self, part: RankPart, lines: RankZeroChannels, other: int) -> None:
         self._part, self._lines, self._other = part, lines, other
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
-        """Send the rank its parts of the rows, after the order to bring them into its pool."""
+        """Send the rank its parts of the rows, after the call to copy them into its pool."""
         views = [self._part.within(row) for row in rows]
         for run in self._part.runs(len(views)):
-            self._lines.tell_one(self._other, torch.stack(views[run]).view(-1).numpy().data)
+            self._lines.send(self._other, torch.stack(views[run]).view(-1).numpy().data)
 
     def receive(self, rows: Sequence[torch.Tensor]) -> None:
-        """Receive the rank's parts into the rows, after it has answered the order to send them."""
+        """Receive the rank's parts into the rows, after it has answered the call to send them."""
         if not self._part.brings:
             return
         views = [self._part.within(row) for row in rows]
         for run in self._part.runs(len(views)):
-            found = parts(self._lines.hear(self._other), self._part)
+            found = parts(self._lines.receive(self._other), self._part)
             for view, part in zip(views[run], found, strict=True):
                 view.copy_(part)
 
@@ -40,22 +41,22 @@ class RemotePart:
 def follow(line: RankChannel, own: Segments) -> None:
     """Execute the calls of rank 0's DeviceRankPool on another host, in a loop.
 
-    A call that fails is answered with the reason, and raised: the parts that follow a call are no calls. Raises OSError
-    or EOFError when rank 0 has ended."""
+    The error of a failed call is sent as its answer, and raised, since the parts that follow the call would be taken
+    for calls. Raises OSError or EOFError when rank 0 has ended."""
     while True:
-        call: int | Move = pickle.loads(line.hear())  # noqa: S301 - from rank 0, under the key of this connection
+        call: int | Move = pickle.loads(line.receive())  # noqa: S301 - from rank 0, under the key of this connection
         try:
             if isinstance(call, Move):
                 own.check(call)
                 if not call.out:
                     _bring(line, own, call.blocks)
         except Exception as error:
-            line.say(reason(error).encode())
+            line.send(reason(error).encode())
             raise
-        line.say(b"")
+        line.send(b"")
         if isinstance(call, Move) and call.out and own.part.brings:
             for run in own.part.runs(len(call.blocks)):
-                line.say(own.take(call.blocks[run]).view(-1).numpy().data)
+                line.send(own.take(call.blocks[run]).view(-1).numpy().data)
 
 
 def parts(message: bytes | bytearray, part: RankPart) -> torch.Tensor:
@@ -66,4 +67,4 @@ def parts(message: bytes | bytearray, part: RankPart) -> torch.Tensor:
 
 def _bring(line: RankChannel, own: Segments, blocks: Sequence[int]) -> None:
     for run in own.part.runs(len(blocks)):
-        own.bring(parts(line.hear(), own.part), blocks[run])
+        own.bring(parts(line.receive(), own.part), blocks[run])

@@ -12,7 +12,7 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.log import set_up_log
 from kvferry.runtime.rank_channel import RankChannel
-from kvferry.worker.hosts.greeting import Greeting, terms
+from kvferry.worker.hosts.join_message import JoinMessage, terms
 from kvferry.worker.hosts.sealed_socket import SealedSocket, dial
 from kvferry.worker.rank import compute, run
 from kvferry.worker.ranks import CALLS, MOVES
@@ -20,9 +20,9 @@ from kvferry.worker.ranks import CALLS, MOVES
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a host gives its ranks.
+    """Start parameters of a host's ranks.
 
-    meeting: host 0's token for the ranks of hosts that it has let in. revision: of the model's weights."""
+    meeting: token that host 0 issued to this host for its ranks. revision: revision of the model's weights."""
 
     settings: WorkerSettings
     meeting: str
@@ -36,8 +36,8 @@ def follow(rank: int, memory_fd: int, orders: Orders) -> None:
     agreed = terms(settings, ClusterSecrets(settings), orders.revision)
 
     def line(purpose: str) -> SealedSocket:
-        greeting = Greeting(purpose, rank, meeting=orders.meeting).encode()
-        return dial(settings.master_addr, settings.master_port, settings.own_address, agreed, greeting)[0]
+        message = JoinMessage(purpose, rank, meeting=orders.meeting).encode()
+        return dial(settings.master_addr, settings.master_port, settings.own_address, agreed, message)[0]
 
     compute(rank, RankChannel(line(CALLS)), memory_fd, -1, RankChannel(line(MOVES)))
 
@@ -45,7 +45,7 @@ def follow(rank: int, memory_fd: int, orders: Orders) -> None:
 def main() -> None:
     """Run a rank on a host other than host 0."""
     rank, memory_fd, descriptor = map(int, sys.argv[1:])
-    orders: Orders = pickle.loads(RankChannel(descriptor).hear())  # noqa: S301 - from its host, over its own pipe
+    orders: Orders = pickle.loads(RankChannel(descriptor).receive())  # noqa: S301 - from its host, over its own pipe
     run(rank, lambda: follow(rank, memory_fd, orders))
 
 

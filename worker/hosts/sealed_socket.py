@@ -1,7 +1,8 @@
-"""Messages between hosts of a node over one TCP connection, both ends of which have proven the cluster secret.
+"""Authenticated messages between hosts of a node over TCP: a handshake under the cluster secret, then MACs.
 
-The greeting is that of a link (`kv_transfer.handshake`): a challenge, a hello and a welcome, or the reason of a
-refusal. Each message that follows has a MAC, since ranks execute what rank 0 sends them."""
+The handshake is that of a link (`kv_transfer.handshake`): a challenge, a hello and a welcome, or the reason of a
+refusal. It carries the join messages of both ends. Each later message has a MAC, since ranks execute rank 0's
+messages."""
 
 from __future__ import annotations
 
@@ -12,25 +13,25 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
+from kvferry.kv_transfer.control_stream import MAC_BYTES, MAX_HANDSHAKE_BYTES, Seal
 from kvferry.kv_transfer.handshake import Handshake, HandshakeTerms
-from kvferry.kv_transfer.stream import MAC_BYTES, MAX_GREETING_BYTES, Seal
 from kvferry.protocol.errors import Incompatible
 from kvferry.protocol.wire import WireError
 from kvferry.runtime.address import family_of
 
-GREETING_S = 5.0
-"""Longest time of a greeting, in seconds."""
+HANDSHAKE_S = 5.0
+"""Maximum time of a handshake, in seconds."""
 MAX_MESSAGE_BYTES = 1 << 32
-"""Largest message after the greeting, in bytes: an adapter's weights, or one run of block parts."""
+"""Maximum size of a message after the handshake, in bytes: an adapter's weights, or one run of block parts."""
 SMALL_BYTES = 1 << 16
-"""Messages shorter than this, in bytes, leave in one write together with their header."""
+"""Messages shorter than this, in bytes, are written together with their header."""
 _LENGTH = struct.Struct("<Q")
 _WELCOME, _REFUSED, _BUSY = b"\0", b"\1", b"\2"
-"""Answers to a hello: this end's own greeting, or the reason why this host never gets in, or not now."""
+"""Answers to a hello: this end's join message, or the reason why it refuses the other end for good, or for now."""
 
 
 class SealedSocket:
-    """Line to another host. One thread at a time may send, and one may receive.
+    """Connection to another host. One thread at a time may send, and one may receive.
 
     Implements `runtime.rank_channel.Line`. host: the other end's address."""
 
@@ -52,8 +53,8 @@ class SealedSocket:
     def recv_bytes(self) -> bytearray:
         """Return the next message.
 
-        Raises OSError for a connection that is broken or carries what the other end did not send, EOFError at its end,
-        TimeoutError after the time that `limit` allows."""
+        Raises OSError for a connection that is broken or was tampered with, EOFError at its end, TimeoutError after the
+        time that `limit` allows."""
         start = _exactly(self._socket, _LENGTH.size + MAC_BYTES)
         header, mac = bytes(start[: _LENGTH.size]), start[_LENGTH.size :]
         (length,) = _LENGTH.unpack(header)
@@ -65,7 +66,7 @@ class SealedSocket:
         return message
 
     def limit(self, seconds: float) -> None:
-        """Set the longest wait for a part of a message, or for room to send one, in seconds."""
+        """Set the maximum time to wait for a part of a message, or for room to send one, in seconds."""
         self._socket.settimeout(seconds)
 
     def shut(self) -> None:
@@ -79,17 +80,17 @@ class SealedSocket:
         self._socket.close()
 
 
-def dial(host: str, port: int, source: str, terms: HandshakeTerms, greeting: bytes) -> tuple[SealedSocket, bytes]:
-    """Connect from the address `source`, greet and return the line with the other end's greeting.
+def dial(host: str, port: int, source: str, terms: HandshakeTerms, message: bytes) -> tuple[SealedSocket, bytes]:
+    """Connect from the address `source`, shake hands and return the connection with the other end's join message.
 
-    Raises OSError or EOFError if no host answers or has no place now, Incompatible if it refuses this one."""
-    deadline = time.monotonic() + GREETING_S
-    bare = host.strip("[]")
-    with _closed_on_error(socket.create_connection((bare, port), GREETING_S, (source, 0))) as connection:
+    Raises OSError or EOFError if no host answers or it refuses for now, Incompatible if it refuses for good."""
+    deadline = time.monotonic() + HANDSHAKE_S
+    unbracketed = host.strip("[]")
+    with _closed_on_error(socket.create_connection((unbracketed, port), HANDSHAKE_S, (source, 0))) as connection:
         handshake = Handshake(terms, dialled=True)
         try:
             handshake.challenged(_read(connection, deadline))
-            _write(connection, handshake.hello(greeting), deadline)
+            _write(connection, handshake.hello(message), deadline)
             reply = _read(connection, deadline)
             kind, text = reply[:1], reply[1:].decode(errors="replace")
             if kind == _REFUSED:
@@ -105,12 +106,11 @@ def dial(host: str, port: int, source: str, terms: HandshakeTerms, greeting: byt
 def answer(
     connection: socket.socket, terms: HandshakeTerms, meet: Callable[[bytes], bytes]
 ) -> tuple[SealedSocket, bytes]:
-    """Greet a host that has connected and return the line with its greeting.
+    """Shake hands with a host that has connected and return the connection with its join message.
 
-    meet: returns this end's greeting to the other's. Its reason to refuse, Incompatible or, for now, a
-    ConnectionRefusedError, is sent and raised. Raises OSError, EOFError or Incompatible for a peer that is no host
-    of this node."""
-    deadline = time.monotonic() + GREETING_S
+    meet: returns this end's join message for the other's. Its refusal, Incompatible or, for now, ConnectionRefusedError
+    is sent and raised. Raises OSError, EOFError or Incompatible for a peer that is not a host of this node."""
+    deadline = time.monotonic() + HANDSHAKE_S
     with _closed_on_error(connection):
         handshake = Handshake(terms, dialled=False)
         _write(connection, handshake.challenge(), deadline)
@@ -129,8 +129,8 @@ def answer(
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError."""
-    family, bare = family_of(host)
-    return socket.create_server((bare, port), family=family, backlog=256)
+    family, unbracketed = family_of(host)
+    return socket.create_server((unbracketed, port), family=family, backlog=256)
 
 
 @contextlib.contextmanager
@@ -142,15 +142,15 @@ def _closed_on_error(connection: socket.socket) -> Iterator[socket.socket]:
         raise
 
 
-def _write(connection: socket.socket, greeting: bytes, deadline: float) -> None:
+def _write(connection: socket.socket, message: bytes, deadline: float) -> None:
     connection.settimeout(max(0.01, deadline - time.monotonic()))
-    connection.sendall(_LENGTH.pack(len(greeting)) + greeting)
+    connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
-    if length > 2 * MAX_GREETING_BYTES:
-        raise OSError(f"a greeting of {length} bytes")
+    if length > 2 * MAX_HANDSHAKE_BYTES:
+        raise OSError(f"a handshake message of {length} bytes")
     return bytes(_exactly(connection, length, deadline))
 
 

@@ -1,4 +1,4 @@
-"""Configuration of KV events, in the JSON of vLLM's --kv-events-config."""
+"""Parser of --kv-events-config, the configuration of KV events in vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MAX_STEPS = 10**6
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """Where KV events are published.
+    """Configuration of the publisher of KV events.
 
     endpoint         ZeroMQ address of the publisher; bound if it has a `*` or `::` or is ipc or inproc, else connected
-    replay_endpoint  ZeroMQ address at which readers ask for batches that they missed; None: none
-    buffer_steps     batches that are kept for them
+    replay_endpoint  ZeroMQ address at which readers request batches that they missed; None: no replay
+    buffer_steps     number of batches kept for replay
     topic            first frame of each message"""
 
     enable_kv_cache_events: bool = True

@@ -1,4 +1,4 @@
-"""Encoding of a pool's changes as the events of vLLM: BlockStored, BlockRemoved and AllBlocksCleared."""
+"""Encoder of a pool's changes as vLLM's KV events: BlockStored, BlockRemoved and AllBlocksCleared."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvferry.engine.block_contents import BlockContent, BlockContents
 from kvferry.protocol.hashing import salt_of
 
 MEDIUM = "GPU"
-"""Name of an engine's own pool, as vLLM calls it also where the pool is in a CPU's memory."""
+"""Name of an engine's own pool in vLLM's events, even if the pool is in host memory."""
 _MASK = 2**64 - 1
 
 
 class EventEncoder:
-    """Encoder of one pool's changes; it remembers which blocks it has told.
+    """Encoder of one pool's changes; it remembers which blocks it has announced.
 
-    A block is told after its parent, and only once its tokens are known (see `BlockContents`).
+    A block is announced after its parent, and only once its tokens are known (see `BlockContents`).
 
     adapter_name: returns the name of a LoRA adapter's id."""
 
@@ -25,7 +25,7 @@ class EventEncoder:
         self.told: set[bytes] = set()
 
     def changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> list[dict[str, Any]]:
-        """Return the events of blocks that became findable, and of others that can no longer be found."""
+        """Return the events of blocks that became findable, and of blocks that can no longer be found."""
         gone = [block_hash for block_hash in removed if block_hash in self.told]
         self.told.difference_update(gone)
         events: list[dict[str, Any]] = []
@@ -35,7 +35,7 @@ class EventEncoder:
         return [*events, *self._stored(stored)]
 
     def cleared(self) -> dict[str, Any]:
-        """Return the event after which readers know no block."""
+        """Forget all blocks, and return the event that makes readers do the same."""
         self.told.clear()
         return {"type": "AllBlocksCleared"}
 
@@ -61,7 +61,7 @@ class EventEncoder:
             yield event
 
     def _untold(self, block_hash: bytes) -> list[tuple[bytes, BlockContent]]:
-        """Return the block and those before it that are not told yet, first block first; empty if one is unknown."""
+        """Return the block and its unannounced predecessors, first block first; empty if one is unknown."""
         chain: list[tuple[bytes, BlockContent]] = []
         next_hash: bytes | None = block_hash
         while next_hash is not None and next_hash not in self.told:
@@ -91,7 +91,7 @@ class EventEncoder:
         return event
 
     def _extra(self, content: BlockContent) -> list[Any] | None:
-        """Return what a block's hash covers besides its tokens: adapter, media, and the salt of a chain's first."""
+        """Return what a block's hash covers besides tokens: adapter, media, and the salt for a chain's first block."""
         keys: list[Any] = [self._adapter_name(content.adapter)] if content.adapter else []
         keys += content.media
         if content.namespace and content.parent is None:
@@ -100,5 +100,5 @@ class EventEncoder:
 
 
 def short(block_hash: bytes) -> int:
-    """Return a block hash as vLLM's events have it: the low 64 bits."""
+    """Return a block hash in the form of vLLM's events: the low 64 bits."""
     return int.from_bytes(block_hash, "big") & _MASK

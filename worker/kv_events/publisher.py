@@ -1,4 +1,4 @@
-"""Publisher of a node's KV events: a thread with a ZeroMQ publisher and a replay socket."""
+"""Publisher of a node's KV events: a thread with a ZeroMQ publisher, and a replay socket for missed batches."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvferry.worker")
 
 MAX_NOTED = 2**16
-"""Most changes that wait for the thread; beyond it they are dropped and all blocks are told anew."""
+"""Maximum number of changes that wait for the thread; beyond it they are dropped and all blocks announced again."""
 BATCH_BLOCKS = 512
-"""Most blocks in one batch when all blocks are told."""
+"""Maximum number of blocks in one batch when all blocks are announced."""
 UNREAD = 100_000
-"""Messages that a slow reader may leave unread before further ones are dropped for it."""
+"""Number of messages that a slow reader may leave unread; further ones are dropped for that reader."""
 END = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of a replay's last message."""
-LONGEST_REQUEST = 1024
-"""Longest request of a replay, in bytes."""
+MAX_REQUEST_BYTES = 1024
+"""Maximum size of a replay request in bytes."""
 LINGER_MS, JOIN_S = 200, 2.0
 
 
 def open_kv_events(base: Base) -> KvEventPublisher | None:
-    """Return the publisher that the settings ask for, started; None: none. Raises ConfigError."""
+    """Start the publisher that the settings ask for and return it; None if they ask for none. Raises ConfigError."""
     config = read_kv_events_config(base.settings.kv_events_config)
     if config is None:
         return None
@@ -53,7 +53,7 @@ def open_kv_events(base: Base) -> KvEventPublisher | None:
 
 
 class KvEventPublisher:
-    """Publishes what becomes findable in a pool and what is removed from it, off the engine thread.
+    """Publisher of the blocks that become findable in a pool or are removed from it, off the engine thread.
 
     A message has three frames: topic, sequence number (8 bytes, big-endian, from 0) and a batch in msgpack:
     [seconds since 1970, events, 0]. `take` never blocks. Raises ConfigError if an address cannot be used."""
@@ -88,7 +88,7 @@ class KvEventPublisher:
         self._wakeup.ring()
 
     def stop(self) -> None:
-        """End the thread once it has published what is noted; a second call does nothing."""
+        """End the thread once it has published the queued changes; a second call does nothing."""
         with self._lock:
             stopped, self._stopping = self._stopping, True
         if not stopped:
@@ -99,7 +99,7 @@ class KvEventPublisher:
         import zmq
 
         socket = self._context.socket(kind)
-        socket.linger, socket.sndhwm, socket.maxmsgsize = LINGER_MS, unread, LONGEST_REQUEST
+        socket.linger, socket.sndhwm, socket.maxmsgsize = LINGER_MS, unread, MAX_REQUEST_BYTES
         try:
             binds = "*" in address or "::" in address or not address.startswith("tcp://") or kind == zmq.ROUTER
             (socket.bind if binds else socket.connect)(address)
@@ -125,7 +125,7 @@ class KvEventPublisher:
                 if self._replays in ready:
                     self._answer_replay()
             except Exception:
-                log.exception("KV events are told anew")
+                log.exception("publishing KV events failed; all blocks are announced again")
                 self._lost = True
         self._publish_noted()
         self._context.destroy(LINGER_MS)
@@ -152,11 +152,11 @@ class KvEventPublisher:
         self._number += 1
 
     def _answer_replay(self) -> None:
-        """Send one reader the kept batches from the number that it asks for, then END."""
+        """Send one reader the kept batches from the number that it requests, then END."""
         assert self._replays is not None
         reader, *frames = self._replays.recv_multipart()
         if len(frames) != 2 or len(frames[1]) != 8:
-            log.warning("a replay of KV events was asked for in an unknown form")
+            log.warning("ignoring a request for a replay of KV events in an unknown form")
             return
         for number, batch in self._ring.since(int.from_bytes(frames[1], "big")):
             self._replays.send_multipart((reader, b"", self._topic, number.to_bytes(8, "big"), batch))
@@ -164,11 +164,11 @@ class KvEventPublisher:
 
 
 MAX_BYTES = 64 * 2**20
-"""Most bytes of the batches that are kept, whatever their number."""
+"""Maximum size of the kept batches in bytes, whatever their number."""
 
 
 class ReplayRing:
-    """Batches by sequence number, the oldest of which are dropped. steps: most batches."""
+    """Latest batches by sequence number. steps: maximum number of batches."""
 
     def __init__(self, steps: int, most_bytes: int = MAX_BYTES) -> None:
         self._steps, self._most_bytes = steps, most_bytes

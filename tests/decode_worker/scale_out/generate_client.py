@@ -68,7 +68,7 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 @contextlib.asynccontextmanager
 async def client_of(node: Worker) -> AsyncIterator[Client]:
     """A client, closed at the end."""
-    async with httpx.AsyncClient(base_url=node.node.face.url, trust_env=False, timeout=PATIENCE_S) as http:
+    async with httpx.AsyncClient(base_url=node.node.address.url, trust_env=False, timeout=PATIENCE_S) as http:
         yield Client(node, http)
 
 

@@ -24,7 +24,7 @@ KEY = "key of the adapter"
 async def test_tokens_models_and_load() -> None:
     settings: dict[str, Any] = {"enable_scale_out": True, "vllm_metrics": True, "scale_out_api_key": KEY}
     async with worker("decode", make_engine(), **settings) as node:
-        engine = VllmEngine(EngineHttp(node.node.face.url, lambda: KEY))
+        engine = VllmEngine(EngineHttp(node.node.address.url, lambda: KEY))
         facts = await engine.facts()
         assert (facts.served_names, facts.max_model_len) == (("toy",), 256)
         assert (facts.block_size, facts.total_blocks, facts.kv_events) == (4, 64, None)
@@ -47,7 +47,7 @@ async def test_a_mirror_of_the_events_has_the_rows_of_the_node() -> None:
         source = KvEventSource(f"ipc://{folder}/events", f"ipc://{folder}/replays", "kv")
         config = json.dumps({"endpoint": source.endpoint, "replay_endpoint": source.replay, "topic": source.topic})
         async with worker("decode", make_engine(24), enable_scale_out=True, kv_events_config=config) as node:
-            engine = VllmEngine(EngineHttp(node.node.face.url))
+            engine = VllmEngine(EngineHttp(node.node.address.url))
             facts = await engine.facts()
             assert facts.kv_events is not None
             assert facts.kv_events.topic == "kv"

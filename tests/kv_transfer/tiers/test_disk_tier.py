@@ -90,7 +90,7 @@ def test_a_chain_is_written_and_read_in_any_of_its_parts(make: Any) -> None:
 
 
 def test_long_chains_are_cut_into_files(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LONGEST", 3)
+    monkeypatch.setattr(files, "MAX_BLOCKS", 3)
     tier = make()
     assert write(tier, *range(1, 9)) == 8
     assert len(list(tier.directory.glob("*.kv"))) == 3
@@ -175,7 +175,7 @@ def test_what_is_said_to_be_wrong_is_not_found(make: Any, dropped: list[bytes]) 
 
 
 def test_nor_is_what_was_computed_from_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LONGEST", 2)
+    monkeypatch.setattr(files, "MAX_BLOCKS", 2)
     tier = make()
     write(tier, 1, 2, 3, 4, 5)
     write(tier, 6, 7, behind=5)

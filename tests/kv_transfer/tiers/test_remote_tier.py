@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.kv_transfer.tiers import groups, remote, store_eviction
-from kvferry.kv_transfer.tiers.groups import GROUP, Group, in_chain
+from kvferry.kv_transfer.tiers import object_eviction, object_groups, remote
+from kvferry.kv_transfer.tiers.object_groups import GROUP, Group, in_chain
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NotFound, TransferFailed
@@ -154,7 +154,7 @@ def test_what_another_node_wrote_is_not_written_again(make: Any, monkeypatch: py
     assert other.write(named()) == [True] * 3
     assert not put
     assert other.write(named()) == []  # it knows
-    monkeypatch.setattr(groups, "ANEW_S", -1.0)
+    monkeypatch.setattr(object_groups, "ANEW_S", -1.0)
     monkeypatch.setattr(remote, "ANEW_S", -1.0)
     assert other.write(named()) == [True] * 3
     assert len(put) == 3
@@ -298,32 +298,32 @@ def test_no_more_waits_than_has_room(make: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_was_written_longest_ago_leaves_first_and_of_a_chain_its_end(make: Any) -> None:
-    node, hour = make(), store_eviction.AGE_S
+    node, hour = make(), object_eviction.AGE_S
     row = [(group.name, hour * 5 + index, 100) for index, group in enumerate(node.groups(named()))]
     older = [(group.name, hour * 2 + index, 100) for index, group in enumerate(node.groups(named(of=1)))]
-    assert list(store_eviction.too_much([*row, *older], 600)) == []
-    assert list(store_eviction.too_much([*row, *older], 590)) == [older[2][0]]
-    assert list(store_eviction.too_much([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
+    assert list(object_eviction.too_much([*row, *older], 600)) == []
+    assert list(object_eviction.too_much([*row, *older], 590)) == [older[2][0]]
+    assert list(object_eviction.too_much([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
     node.write(named())
     one = asyncio.run(node.tier._objects.list(node.tier.folder))[0][2]
-    assert asyncio.run(store_eviction.sweep(node.tier._objects, node.tier.folder, 2 * one)) == [row[2][0], row[1][0]]
+    assert asyncio.run(object_eviction.sweep(node.tier._objects, node.tier.folder, 2 * one)) == [row[2][0], row[1][0]]
     assert node.names() == [row[0][0]]
 
 
 def test_one_node_sweeps_at_a_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     node = make()
     objects, folder = node.tier._objects, node.tier.folder
-    assert asyncio.run(store_eviction._turn(objects, folder))
-    assert not asyncio.run(store_eviction._turn(objects, folder))
-    monkeypatch.setattr(store_eviction, "EVERY_S", -10.0)
-    assert asyncio.run(store_eviction._turn(objects, folder))
+    assert asyncio.run(object_eviction._turn(objects, folder))
+    assert not asyncio.run(object_eviction._turn(objects, folder))
+    monkeypatch.setattr(object_eviction, "EVERY_S", -10.0)
+    assert asyncio.run(object_eviction._turn(objects, folder))
 
 
 def test_a_bound_is_kept_without_anybody_asking(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_eviction, "EVERY_S", 0.05)
+    monkeypatch.setattr(object_eviction, "EVERY_S", 0.05)
     node = make(size=GROUP * SIZE * 2)
     node.write(named())
-    wait_for(lambda: len([name for name in node.names() if name.endswith(groups.SUFFIX)]) == 1)
+    wait_for(lambda: len([name for name in node.names() if name.endswith(object_groups.SUFFIX)]) == 1)
 
 
 def told_by(node: Node) -> set[bytes]:
@@ -361,7 +361,7 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
     assert stale.look(named()) == 0
     assert alone(named()[GROUP - 1]) not in there
     node.write(named())
-    monkeypatch.setattr(store_eviction, "EVERY_S", 0.05)
+    monkeypatch.setattr(object_eviction, "EVERY_S", 0.05)
     sweeper = make(size=GROUP * SIZE * 2)
     there = told_by(sweeper)
     there.update(map(alone, named()[GROUP - 1 :: GROUP]))
@@ -370,7 +370,7 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
 
 def test_what_is_told_last_is_how_it_is() -> None:
     """Else a row would tell of a group, for as long as it lives, that was said to be wrong as it was told of."""
-    known = groups.Known()
+    known = object_groups.Known()
     (group,) = in_chain("folder", named(GROUP))
     hearing = Overtaken(lambda: known.drop(named(1)))
     known.changed = hearing.changed
@@ -381,7 +381,7 @@ def test_what_is_told_last_is_how_it_is() -> None:
 
 def test_what_begins_to_be_written_as_it_is_missed_stays_known() -> None:
     """Else nobody deletes it that is said to be wrong while it is written."""
-    known = groups.Known()
+    known = object_groups.Known()
     (group,) = in_chain("folder", named(GROUP))
     beginning = threading.Thread(target=lambda: known.begin(group))
 
@@ -423,9 +423,9 @@ def test_what_could_not_be_written_is_not_told_to_be_missing(make: Any, monkeypa
 
 @pytest.mark.parametrize("name", ["swept", "folder/000001-nothing.kv", "folder/of-others"])
 def test_what_is_no_groups_name_has_no_hash(name: str) -> None:
-    assert groups.last_of(name) == b""
+    assert object_groups.last_of(name) == b""
     (group,) = in_chain("folder", named(GROUP))
-    assert groups.last_of(group.name) == group.hashes[-1]
+    assert object_groups.last_of(group.name) == group.hashes[-1]
 
 
 @pytest.mark.parametrize("url", ["", "here", "/a/path", "ftp://host/a", "http://host/a", "s3:/one", "memory:///"])
@@ -436,10 +436,10 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 
 def test_objects_that_a_node_met_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "KNOWN", 2)
-    known, made = groups.Known(), list(in_chain("folder", named()))
+    monkeypatch.setattr(object_groups, "KNOWN", 2)
+    known, made = object_groups.Known(), list(in_chain("folder", named()))
     for group in made:
         known.found(group, 0.0)
     assert [known.there(group) for group in made] == [False, True, True]
-    monkeypatch.setattr(groups, "SURE_S", -1.0)
+    monkeypatch.setattr(object_groups, "SURE_S", -1.0)
     assert not any(known.there(group) or known.settled(group) for group in made)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.kv_transfer.tiers import groups, staging
+from kvferry.kv_transfer.tiers import object_groups, staging
 from kvferry.kv_transfer.tiers.disk import open_disk
-from kvferry.kv_transfer.tiers.groups import in_chain
+from kvferry.kv_transfer.tiers.object_groups import in_chain
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.protocol.errors import ConfigError, KvferryError, TransferFailed
@@ -102,7 +102,7 @@ def test_where_the_host_has_no_room_for_copies_the_setting_is_named(tmp_path: Pa
 
 def test_a_group_goes_to_a_store_and_back(device: Device, tmp_path: Path) -> None:
     tier = RemoteTier(Objects(f"file://{tmp_path}/shared"), 0, "model", SIZE, device)
-    numbers = range(1, 2 * groups.GROUP + 1)
+    numbers = range(1, 2 * object_groups.GROUP + 1)
     blocks, there, copied = device.holding(*numbers), [], threading.Semaphore(0)
     chain = list(in_chain(tier.folder, named(*numbers)))
     for group in chain:

@@ -25,7 +25,7 @@ __all__ = ["dropped", "make"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LONGEST", 2)
+    monkeypatch.setattr(files, "MAX_BLOCKS", 2)
 
 
 def failing(number: int) -> Callable[..., None]:

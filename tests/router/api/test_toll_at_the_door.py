@@ -23,7 +23,7 @@ SOON_S = 0.5
 @pytest.fixture(autouse=True)
 def dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every refusal costs what a long one does: two take the credit, each of the next waits a second more."""
-    monkeypatch.setattr(rejection_throttle, "LEAST_S", rejection_throttle.MOST_S)
+    monkeypatch.setattr(rejection_throttle, "MIN_COST_S", rejection_throttle.MAX_COST_S)
 
 
 async def refused_often(api: Api, name: str, times: int = 4) -> list[asyncio.Task[httpx.Response]]:
@@ -79,7 +79,7 @@ async def test_where_nobody_is_served_refusals_are_told_at_once(tmp_path: Path) 
 
 
 async def test_a_refusal_that_waits_still_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection_throttle, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(rejection_throttle, "MAX_DELAY_S", 0.3)
     api = Api(FakeCluster(says("x")), throttle=RejectionThrottle(), api_keys=keys_file(tmp_path))
     assert (await ask(api, "b")).status_code == 200
     answers = await asyncio.gather(*await refused_often(api, "a"))

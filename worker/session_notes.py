@@ -1,4 +1,4 @@
-"""Notes of routers about sessions, for the pool's eviction order."""
+"""HTTP endpoint for routers' notes about sessions (paused for tools, closed), which the pool's eviction order uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NodeSessions:
         self._engine = engine
 
     async def post_notes(self, request: Request) -> None:
-        """Pass notes on to the block pool. Raises InvalidRequest for too many, or for a group that is none."""
+        """Pass notes to the block pool. Raises InvalidRequest for too many notes, or for an invalid tool group."""
         notes = await read_message(request, SessionNotes)
         if max(len(notes.tools), len(notes.closed)) > MAX_NOTES:
             raise InvalidRequest(f"a message holds notes about at most {MAX_NOTES} requests and sessions")

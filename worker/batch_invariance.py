@@ -1,4 +1,4 @@
-"""Check that a model supports --batch-invariant."""
+"""Check that a model supports --batch-invariant (equal bits for a token in every batch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes of new blocks to a local tier as soon as they are computed or received.
+"""Writer of a node's new blocks to a local tier, as soon as they are computed or received.
 
 Blocks are held until they are written. Blocks that the pool later evicts, or a restart loses, are thus in the tier."""
 
@@ -12,17 +12,17 @@ from kvferry.engine.block_pool import chain_of
 from kvferry.engine.engine import Engine
 from kvferry.kv_transfer.tiers.local import LocalTier
 from kvferry.worker.service import Base
-from kvferry.worker.write_batches import TURN, WriteBatches
+from kvferry.worker.tier_writer import TURN, TierWriter
 
-ENOUGH, PATIENCE_S = 8, 5.0
-"""New blocks of a chain that are written at once, and seconds for which fewer wait to become more.
+ENOUGH, GATHERING_S = 8, 5.0
+"""Number of new blocks of a chain that are written at once, and seconds for which fewer blocks wait for more.
 
 A stream's blocks arrive one by one."""
 HELD = 2
 """Divisor of the pool: one block in HELD may be held for writes, over all tiers, even if a disk hangs."""
 
 
-class TierWrites(WriteBatches):
+class LocalWrites(TierWriter):
     """Writer of new blocks to one local tier, on the engine thread.
 
     A write starts where the tier's copy of the chain ends, so the tier always has the blocks before each of its blocks.
@@ -43,7 +43,7 @@ class TierWrites(WriteBatches):
             new = [each for each, _ in chain_of(engine.pool, block_hash, self._tier)]
             turn -= len(new)
             since = [fresh.pop(each) for each in (*new, block_hash) if each in fresh]
-            if new and len(new) < ENOUGH and min(since) > time.monotonic() - PATIENCE_S:
+            if new and len(new) < ENOUGH and min(since) > time.monotonic() - GATHERING_S:
                 self._fresh.update(dict.fromkeys(new, min(since)))
             elif new:
                 held, left = self._write(engine, new)
@@ -56,10 +56,10 @@ class TierWrites(WriteBatches):
         self._fresh = {**fresh, **self._fresh}
 
     def _write(self, engine: Engine, new: list[bytes]) -> tuple[int, list[bytes] | None]:
-        """Write the end of a chain; return how many blocks it holds, and which new ones to retry later.
+        """Write the end of a chain; return how many blocks are held, and which new ones to retry later.
 
-        The whole chain is held, so that no block is evicted before the blocks behind it. None instead of a list: the
-        chain is too long to be held."""
+        The whole chain is held, so that no block is evicted before the blocks behind it. The second value is None if
+        the chain is too long to be held."""
         ways, whole = self._ways, chain_of(engine.pool, new[-1])
         most, before = engine.pool.num_blocks // HELD // len(self._base.tiers.local), len(whole) - len(new)
         chain = whole[: most - self._held]

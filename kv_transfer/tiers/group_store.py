@@ -1,6 +1,6 @@
-"""Bounded store of a tier's groups, with LRU eviction.
+"""Bounded LRU store of a local tier's groups of blocks, over a backing (host memory or files) that holds their bytes.
 
-No lock is held during I/O, because a file system may hang while other threads ask what the tier holds."""
+No lock is held during I/O, because a file system may hang while other threads look up what the tier holds."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Changed = Callable[[Sequence[bytes], Sequence[bytes]], None]
 class Backing(Protocol[G]):
     """Storage behind a tier's groups.
 
-    One thread writes and removes, another one reads. blocks: of the pool, in the form that the backing accesses. All
-    methods but `size_of` raise OSError.
+    One thread writes and removes, another one reads. blocks: blocks of the pool, in the form that the backing accesses.
+    All methods but `size_of` raise OSError.
 
-    most   blocks of a group
+    most   maximum number of blocks in a group
     """
 
     most: int
@@ -47,7 +47,7 @@ class Backing(Protocol[G]):
         """Return the existing groups, least recently used first."""
 
     def size_of(self, hashes: Sequence[bytes]) -> int:
-        """Return the most bytes that a group of these blocks takes."""
+        """Return the maximum size in bytes of a group of these blocks."""
 
     def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> G:
         """Write a new group; leave nothing behind on an error."""
@@ -55,7 +55,7 @@ class Backing(Protocol[G]):
     def read(self, group: G, first: int, blocks: Sequence[Any]) -> None:
         """Read blocks of the group, from its block `first` on, into these blocks.
 
-        Raises BlocksCorrupt if they are not as they were written."""
+        Raises BlocksCorrupt if their content is corrupt."""
 
     def used(self, group: G) -> None:
         """Record that the group was read."""
@@ -65,7 +65,7 @@ class Backing(Protocol[G]):
 
 
 class Store(Generic[G]):
-    """Groups of at most `size` bytes. One thread calls `put` and `tidy`, another `get`; other calls are thread-safe.
+    """Groups of at most `size` bytes. One thread calls `put` and `tidy`, another `get`; other methods are thread-safe.
 
     lock      guards the catalog; no group is added while it is held
     changed   called on any thread with the lock held, so in the order of the changes; must not call back into the store
@@ -90,14 +90,14 @@ class Store(Generic[G]):
         with self.lock:
             entered = right() and (not parent or parent in self.catalog)
             if entered:
-                self._tell(*self.catalog.enter(group))
+                self._report(*self.catalog.enter(group))
             else:
                 self._doomed.append(group)
         self.tidy()
         return entered
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[Any]) -> int:
-        """Read blocks from the group that has the first one; return how many leading ones it held.
+        """Read blocks from the group that has the first one; return how many leading blocks it held.
 
         Raises NotFound, OSError or BlocksCorrupt; a lost or corrupt group is removed from the catalog."""
         with self.lock:
@@ -125,10 +125,10 @@ class Store(Generic[G]):
             gone += self.catalog.leave(group)
             if self.catalog.named(group.name) is None:
                 self._doomed.append(group)
-        self._tell((), gone)
+        self._report((), gone)
 
     def tidy(self) -> None:
-        """Remove the storage of groups that left, and retry earlier failures until one fails again.
+        """Remove the storage of evicted groups, and retry earlier failures until one fails again.
 
         Call it only on the writing thread, so that a group is not mistaken for a new one with the same name."""
         while self._stuck and self._removed(self._stuck.popleft()):
@@ -144,7 +144,7 @@ class Store(Generic[G]):
             self._backing.remove(group)
         except OSError as error:
             self._stuck.append(group)
-            self.trouble.warning("%s is not removed from %s: %s", group.name, self._backing, reason(error))
+            self.trouble.warning("%s could not be removed from %s: %s", group.name, self._backing, reason(error))
             return False
         return True
 
@@ -175,7 +175,7 @@ class Store(Generic[G]):
                 while self.catalog.used > room or room < 0:
                     oldest = self.catalog.oldest()
                     if room < 0 or oldest is None or oldest is before:
-                        raise OSError(errno.ENOSPC, "there is no room for a chain of so many blocks")
+                        raise OSError(errno.ENOSPC, "there is no room for a chain of this many blocks")
                     self.leave([oldest])
         finally:
             self.tidy()
@@ -187,6 +187,6 @@ class Store(Generic[G]):
         if stuck and (below is not None or self.catalog.used + stuck + wanted > self._size):
             raise OSError(errno.ENOSPC, "there is no room while evicted blocks cannot be deleted")
 
-    def _tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    def _report(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if stored or removed:
             self._changed(stored, removed)

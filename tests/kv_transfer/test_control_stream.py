@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES
-from kvferry.kv_transfer.stream import (
+from kvferry.kv_transfer.control_stream import (
     ALIVE,
     CHALLENGE,
     HEADER,
     HELLO,
     KEY_BYTES,
-    MAX_GREETING_BYTES,
+    MAX_HANDSHAKE_BYTES,
     MAX_UNSENT_BYTES,
     MESSAGE,
     Stream,
 )
+from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.wire import WireError
 
@@ -121,7 +121,7 @@ def test_a_frame_left_out_or_repeated_or_sent_back_is_refused():
     [
         (False, MESSAGE, 1),
         (False, ALIVE, 0),
-        (False, HELLO, MAX_GREETING_BYTES + 1),
+        (False, HELLO, MAX_HANDSHAKE_BYTES + 1),
         (False, 17, 0),
         (True, CHALLENGE, 41),
         (True, MESSAGE, MAX_MESSAGE_BYTES + 1),

@@ -1,4 +1,4 @@
-"""Thread with its own asyncio loop for calls to a store; a call that hangs does not delay the process's exit."""
+"""Thread with its own asyncio loop for calls to the shared object store; a hanging call does not delay process exit."""
 
 from __future__ import annotations
 

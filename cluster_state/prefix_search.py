@@ -1,4 +1,4 @@
-"""Search for the longest cached prefix with few lookups."""
+"""Search for the longest cached prefix of a chain of blocks, with few lookups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def longest(count: int, held: Callable[[int], bool]) -> int:
-    """Return the number of leading blocks held, of `count`; held(i) tells whether block i = 0 … count - 1 is held.
+    """Return the number of leading blocks held, of `count`; held(i) returns whether block i = 0 … count - 1 is held.
 
     Gallops by fours, then bisects: at most 3 * log4(count) + 3 calls. If rows in between are missing, the result is
     some i with held(i - 1) and not held(i)."""

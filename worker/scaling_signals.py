@@ -1,7 +1,6 @@
-"""Scaling signals of a node: prefill backlog and decode pressure.
+"""Scaling signals of a node, for autoscalers and the lease: prefill backlog in seconds, and decode pressure in nodes.
 
-Their units can be summed over nodes: seconds of one node's time, and nodes. Both are zero when the node is idle.
-Neither jumps, because autoscalers act on them."""
+Both can be summed over nodes, are zero when the node is idle and change gradually, because autoscalers act on them."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ if TYPE_CHECKING:  # it loads torch, and adapters use the formulas
     from kvferry.worker.rates import RateMeter
 
 WAIT_S = 30.0
-"""Seconds that the next request waits for a seat until each waiting request counts as a full stream.
+"""Waiting time of the next request, in seconds, from which on each waiting request counts as a full stream.
 
-Before that, seats may still come free, and waiting requests count in part."""
+Before that, streams may still end, and waiting requests count in part."""
 SLOWER = 1.25
 """Factor on the latency of a lone stream that replaces a target which even a lone stream misses.
 
@@ -25,7 +24,7 @@ More nodes would not help in that case."""
 
 
 def prefill_backlog_s(load: Load, tokens_per_s: float) -> float:
-    """Return the seconds until the node's waiting prompts are computed at that rate."""
+    """Return the time to compute the node's waiting prompts at this rate, in seconds."""
     return load.waiting_tokens / max(1.0, tokens_per_s)
 
 
@@ -40,8 +39,8 @@ def latency_share(itl_s: float, alone_s: float, target_s: float) -> float:
 def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> float:
     """Return how many decode nodes the node's streams and waiting requests would fill.
 
-    seats: streams that the node runs at once. latency: see `latency_share`; it counts for at most one node per stream.
-    waits_s: seconds for which the next request has waited for a seat."""
+    seats: maximum number of concurrent streams. latency: see `latency_share`; it counts for at most one node per
+    stream. waits_s: seconds for which the next request has waited for a stream to end."""
     wanted = load.running_requests + load.open_grants + load.waiting_requests
     taken = min(wanted, max(seats, wanted - load.waiting_requests))
     held = (load.active_blocks + load.granted_blocks) / max(1, load.total_blocks)
@@ -53,7 +52,7 @@ def decode_pressure(load: Load, seats: int, latency: float, waits_s: float) -> f
 def pressure_now(role: str, settings: WorkerSettings, load: Load, meter: RateMeter, waits_s: float) -> float:
     """Return the node's contribution to the decode pressure of its model; 0 for a prefill node.
 
-    waits_s: seconds for which the next request has waited for a seat or blocks."""
+    waits_s: seconds for which the next request has waited for a stream to end or for blocks."""
     if role != "decode":
         return 0.0
     latency = latency_share(meter.itl_s, meter.alone_s, settings.itl_target_ms / 1000)

@@ -1,4 +1,4 @@
-"""Control messages over one TCP socket: non-blocking frames, authenticated once both ends share keys.
+"""Control messages over one TCP socket: non-blocking frames, authenticated once the handshake has agreed on keys.
 
 A frame has a kind, a length and a payload. Sealed frames also have a MAC over the frame's number in its direction, the
 header and the payload. So a forged, changed, repeated or dropped frame ends the connection. This module validates all
@@ -20,14 +20,14 @@ from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.wire import WireError
 
 CHALLENGE, HELLO, WELCOME, REFUSED, MESSAGE, ALIVE = range(6)
-"""Kinds of frames. The first four are greetings, which are sent before the seal."""
-GREETINGS = frozenset((CHALLENGE, HELLO, WELCOME, REFUSED))
-MAX_GREETING_BYTES = 8192
+"""Kinds of frames. The first four are of the handshake, which is sent before frames are sealed."""
+HANDSHAKE_KINDS = frozenset((CHALLENGE, HELLO, WELCOME, REFUSED))
+MAX_HANDSHAKE_BYTES = 8192
 MAX_UNSENT_BYTES = 16 * MAX_MESSAGE_BYTES
-"""Most bytes that wait for a peer that does not read, before the connection is closed."""
+"""Maximum number of unsent bytes for a peer that does not read; beyond that, the connection is closed."""
 READ_BYTES = 1 << 18
 READS = 4
-"""Reads of one socket per turn, so that a peer that writes without pause does not starve the others."""
+"""Number of reads of one socket per turn, so that a peer that writes without pause does not starve other peers."""
 HEADER = struct.Struct("<BI")
 NUMBER = struct.Struct("<Q")
 MAC_BYTES = 16
@@ -124,8 +124,8 @@ class Stream:
     def next(self) -> tuple[int, bytes] | None:
         """Return (kind, payload) of the next complete frame, or None.
 
-        Greetings are valid only before the seal, other kinds only after it. Raises WireError; the connection is
-        unusable then."""
+        Handshake frames are valid only before `seal`, other kinds only after it. Raises WireError; the connection is
+        then unusable."""
         if len(self._inbox) < HEADER.size:
             return None
         header = bytes(self._inbox[: HEADER.size])
@@ -142,9 +142,9 @@ class Stream:
         return kind, payload
 
     def _check(self, kind: int, length: int) -> None:
-        if kind > ALIVE or (kind in GREETINGS) is bool(self._inward):
+        if kind > ALIVE or (kind in HANDSHAKE_KINDS) is bool(self._inward):
             raise WireError(f"unexpected frame of kind {kind}")
-        limit = {MESSAGE: MAX_MESSAGE_BYTES, ALIVE: 0}.get(kind, MAX_GREETING_BYTES)
+        limit = {MESSAGE: MAX_MESSAGE_BYTES, ALIVE: 0}.get(kind, MAX_HANDSHAKE_BYTES)
         if length > limit:
             raise WireError(f"a frame of {length} bytes, the limit is {limit}")
 

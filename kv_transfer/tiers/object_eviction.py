@@ -1,4 +1,4 @@
-"""Eviction from the shared object store: one node at a time deletes the oldest objects."""
+"""Eviction from the shared object store: a periodic sweep on one node at a time deletes the oldest objects."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from kvferry.kv_transfer.tiers.groups import SUFFIX, depth_of
+from kvferry.kv_transfer.tiers.object_groups import SUFFIX, depth_of
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.protocol.errors import NotFound, reason
 
 log = logging.getLogger("kvferry.tiers")
 
 EVERY_S = 600.0
-"""Seconds between two sweeps, by any node."""
+"""Time between two sweeps by any nodes, in seconds."""
 AGE_S = 3600.0
-"""Objects written within the same interval of this many seconds count as equally old; the ends of chains go first."""
+"""Interval, in seconds, whose objects count as equally old; among them, the ends of chains are deleted first."""
 ROOM = 0.9
 """Share of the size bound that remains after a sweep."""
 MARK = "swept"
@@ -25,7 +25,7 @@ MARK = "swept"
 async def keep_below(
     objects: Objects, folder: str, size: int, deleted: Callable[[Sequence[str]], None] = lambda names: None
 ) -> None:
-    """Evict forever, keeping the folder below `size` bytes.
+    """Keep the folder below `size` bytes by periodic sweeps, until cancelled.
 
     deleted: called with the names of deleted objects."""
     while True:

@@ -1,4 +1,4 @@
-"""Copies of one rank's part of whole blocks between its pool and host memory."""
+"""Parts of whole KV blocks that one rank holds: where they lie, and copies between the rank's pool and host memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Move:
 class RankPart:
     """Place of one rank's part within a whole block.
 
-    planes: stretches of the part, one for each layer's K or V. parts: ranks that share a plane; 1 where all ranks have
-    the same bytes. index: of this rank among them. plane_bytes: length of a stretch. brings: whether this rank is the
-    one that gives these bytes."""
+    planes: number of stretches of the part, one for each layer's K or V. parts: number of ranks that share a plane; 1
+    if all ranks have the same bytes. index: index of this rank among them. plane_bytes: length of a stretch. brings:
+    whether this rank provides the bytes of a block that is read."""
 
     planes: int
     parts: int
@@ -54,7 +54,7 @@ class RankPart:
         return row.view(self.planes, self.parts, self.plane_bytes)[:, self.index]
 
     def runs(self, count: int) -> Iterator[slice]:
-        """Divide so many blocks into runs whose parts are copied at once."""
+        """Divide `count` blocks into runs whose parts are copied at once."""
         most = max(1, STAGED // (self.planes * self.plane_bytes))
         return (slice(first, min(first + most, count)) for first in range(0, count, most))
 
@@ -62,10 +62,10 @@ class RankPart:
 class Segments:
     """One rank's parts of the pool's blocks, copied to and from host memory. Used by one thread at a time.
 
-    kv: the pool of `rank`. layout: of whole blocks.
+    kv: the pool of `rank`. layout: layout of whole blocks.
 
     A part is scattered in stretches over its row. The parts of several blocks are therefore gathered on both sides and
-    cross in one copy, through pinned memory for a GPU. No copy waits for engine steps: the steps that computed a source
+    moved by one copy, through pinned memory for a GPU. No copy waits for engine steps: the steps that computed a source
     block have ended, and no step uses a target block yet. All copies are done on return."""
 
     def __init__(self, kv: torch.Tensor, layout: KVLayout, rank: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Construction of a node's KV tiers from settings."""
+"""Construction of a node's KV tiers (host memory, disk, shared store) from settings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.kv_transfer.tiers.disk import open_disk
-from kvferry.kv_transfer.tiers.groups import Known
 from kvferry.kv_transfer.tiers.host import open_host
 from kvferry.kv_transfer.tiers.local import LocalTier
+from kvferry.kv_transfer.tiers.object_groups import Known
 from kvferry.kv_transfer.tiers.objects import Objects
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.kv_transfer.tiers.staging import Copies
@@ -35,8 +35,8 @@ MARGIN = 0.95
 class OpenTiers:
     """Open KV tiers of a node.
 
-    host, disk: the node's own, fastest first. remote: shared with all nodes that compute the same. block: returns a
-    pool block by its id, in the form that the tiers copy."""
+    host, disk: tiers of this node alone, fastest first. remote: shared with all nodes of the same fingerprint. block:
+    returns a pool block by its id, in the form that the tiers copy."""
 
     host: LocalTier[Any] | None = None
     disk: LocalTier[Any] | None = None
@@ -50,11 +50,11 @@ class OpenTiers:
 
     @property
     def shared(self) -> Known | None:
-        """Return what the node knows of blocks in the shared store; None without one."""
+        """Return the node's record of blocks in the shared store; None without one."""
         return self.remote.known if self.remote else None
 
     def paced(self, rates: Rates) -> Rates:
-        """Return the rates with the recent seconds per block read from each tier."""
+        """Return the rates with the recent read time per block of each tier, in seconds."""
         host_s, disk_s, store_s = (tier.block_s if tier else 0.0 for tier in (self.host, self.disk, self.remote))
         return replace(rates, host_block_s=host_s, disk_block_s=disk_s, store_block_s=store_s)
 
@@ -69,7 +69,7 @@ class OpenTiers:
 def open_tiers(settings: WorkerSettings, parts: EngineParts) -> OpenTiers:
     """Open the KV tiers that the settings name. Raises ConfigError.
 
-    It may take as long as reading the headers of all files on disk."""
+    Takes as long as reading the headers of all files on disk."""
     for name in ("kv_host_gib", "kv_disk_path", "kv_remote_url"):
         if getattr(settings, name):
             _require_cached(settings, parts, name)

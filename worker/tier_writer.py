@@ -1,4 +1,4 @@
-"""Batches of new pool blocks to write to a slower tier: collection, and the timing of writes."""
+"""Base of the writers of new blocks to tiers: collects the pool's new blocks and calls the writer every 0.2 s."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvferry.worker.service import Base
 GATHER_S = 0.2
 """Seconds between two checks for new blocks."""
 TURN = 4096
-"""Blocks held or visited in one check, so that the engine is not delayed for long."""
+"""Maximum number of blocks held or visited in one check, so that the engine is not delayed for long."""
 
 
 def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
-    """Run a call on the engine thread after so many seconds."""
+    """Run a call on the engine thread after `seconds`."""
 
     def wait() -> None:
         asyncio.get_running_loop().call_later(seconds, lambda: base.engine.submit(call))
@@ -36,10 +36,10 @@ class Drops(Protocol):
         ...
 
 
-class WriteBatches:
+class TierWriter:
     """Collector of new blocks for one tier, on the engine thread; subclasses write them.
 
-    name: the tier's label in metrics. transfers: numbers unique among all holds for transfers."""
+    name: the tier's label in metrics. transfers: source of transfer ids, unique among all holds."""
 
     def __init__(self, base: Base, tier: Drops, name: str, transfers: Iterator[int]) -> None:
         self._base, self._drops, self._name, self._transfers = base, tier, name, transfers
@@ -74,5 +74,7 @@ class WriteBatches:
         self._look_again()
 
     def _gather(self, engine: Engine) -> None:
-        """Write the queued blocks that are worth it, last ones first, since each brings those before it."""
+        """Write the queued blocks that are worth it, newest first.
+
+        The blocks before it in the chain are written with it."""
         raise NotImplementedError

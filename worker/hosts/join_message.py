@@ -1,4 +1,4 @@
-"""First message of a connection between two hosts of a node: who connects, what for, and what must be equal."""
+"""Join message, the first between two hosts of a node (who connects, for what), and the settings that must match."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvferry.runtime.address import is_loopback
 from kvferry.runtime.cluster_secret import ClusterSecrets
 
 HOST = "host"
-"""Purpose of a host's own connection, which carries its signs of life; see `worker.ranks` for those of its ranks."""
+"""Purpose of a host's own connection, which carries its heartbeats; `worker.ranks` has those of its ranks."""
 JOIN_S = 600.0
-"""Longest wait of the hosts for each other, in seconds."""
+"""Maximum time that the hosts wait for each other, in seconds."""
 BEAT_S = 0.1
-"""Seconds between two signs of life of a host."""
+"""Seconds between two heartbeats of a host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
-    """Greeting of a host or of one of its ranks.
+class JoinMessage:
+    """Join message of a host or of one of its ranks.
 
-    number: of the host, or of the rank among all. meeting: the token that host 0 gave, unless it is yet to. address,
-    device, model, threads: of the host, for the ranks that host 0 sends their settings."""
+    number: number of the host, or of the rank among all ranks. meeting: the token that host 0 issued; empty before
+    that. address, device, model, threads: settings of the host, which host 0 sends to the host's ranks."""
 
     purpose: str
     number: int
@@ -37,27 +37,27 @@ class Greeting:
     threads: int = 0
 
     def encode(self) -> bytes:
-        """Return the greeting as bytes."""
+        """Return the message as bytes."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(data: bytes) -> Greeting:
-        """Return the greeting in these bytes. Raises Incompatible."""
+    def decode(data: bytes) -> JoinMessage:
+        """Return the message in these bytes. Raises Incompatible."""
         try:
             found: dict[str, Any] = json.loads(data)
-            given = Greeting(**found)
+            given = JoinMessage(**found)
         except (ValueError, TypeError) as error:
-            raise Incompatible(f"not a greeting of a host: {error}") from error
+            raise Incompatible(f"not a join message of a host: {error}") from error
         wrong = [each.name for each in fields(given) if type(getattr(given, each.name)).__name__ != each.type]
         if wrong:
-            raise Incompatible(f"a host's greeting has a wrong {wrong[0]}")
+            raise Incompatible(f"a host's join message has a wrong {wrong[0]}")
         return given
 
 
 def terms(settings: WorkerSettings, secrets: ClusterSecrets, revision: str) -> HandshakeTerms:
-    """Return what all hosts of a node must agree on.
+    """Return the settings in which all hosts of a node must agree.
 
-    settings: with the device that was chosen. revision: of the model's weights."""
+    settings: include the chosen device. revision: revision of the model's weights."""
     return HandshakeTerms(
         secrets.links,
         {
@@ -73,7 +73,7 @@ def terms(settings: WorkerSettings, secrets: ClusterSecrets, revision: str) -> H
 
 
 def require_hosts(settings: WorkerSettings) -> None:
-    """Raise ConfigError unless the settings of several hosts fit together."""
+    """Raise ConfigError if the settings of several hosts contradict each other."""
     hosts, ranks = settings.nnodes, settings.tensor_parallel_size
     if settings.node_rank >= hosts:
         raise ConfigError(f"--node-rank {settings.node_rank} must be below --nnodes {hosts}", param="node_rank")

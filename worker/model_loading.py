@@ -1,4 +1,4 @@
-"""Loading of a node's model, or of a rank's shard."""
+"""Call of `load_model` with a node's settings, for its model, its draft model or a rank's shard."""
 
 from __future__ import annotations
 

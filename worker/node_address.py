@@ -1,4 +1,4 @@
-"""Public address of a node: name, URL and HTTP server."""
+"""HTTP server of a node, bound to its port at once, with the node's public name, URL and cluster secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NodeAddress:
     """HTTP server of a node, with its name, URL and cluster secrets.
 
     The constructor binds the socket, so the port is known at once; the server answers between `start` and `stop`. Roles
-    add their endpoints to `app`, and to `keyed` the paths that check a key of their own in place of the secret. Raises
+    add their endpoints to `app`, and to `keyed` the paths that check an API key instead of the secret. Raises
     ConfigError when the address cannot be used."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Grouping of a chain's blocks into store objects, and a node's knowledge of existing objects."""
+"""Groups of a chain's blocks, one per object of the shared store, and a node's record of which objects exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.kv_transfer.tiers.store import Changed
+from kvferry.kv_transfer.tiers.group_store import Changed
 from kvferry.protocol.index_rows import alone
 from kvferry.protocol.layout import STORE_GROUP
 
@@ -16,11 +16,11 @@ GROUP = STORE_GROUP
 """Number of blocks in one object."""
 SUFFIX = ".kv"
 KNOWN = 8192
-"""Most objects that a node remembers."""
+"""Maximum number of objects that a node remembers."""
 SURE_S = 600.0
-"""Seconds for which a found object counts as existing; other nodes may delete it."""
+"""Time for which a found object counts as existing, in seconds; other nodes may delete it."""
 ANEW_S = 86_400.0
-"""Age in seconds beyond which an object in use is written again, because the oldest objects are evicted first."""
+"""Age beyond which an object in use is written again, in seconds, because the oldest objects are evicted first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def last_of(name: str) -> bytes:
 class Met:
     """Node's knowledge of one object.
 
-    written_at  on this process's monotonic clock; None while the object is being written
-    wrong       its content was reported wrong
+    written_at  time of the write on this process's monotonic clock; None while the object is being written
+    wrong       whether its content was reported wrong
     at          time of this entry
     """
 
@@ -81,7 +81,7 @@ class Met:
 
 
 class Known:
-    """Objects that this node found or wrote most recently. Thread-safe.
+    """Record of the objects that this node found or wrote most recently. Thread-safe.
 
     changed   called with the index rows of groups that were added and removed, one row per group, in order; must not
               call back into this object
@@ -98,7 +98,7 @@ class Known:
         return met is not None and met.written_at is not None and _sure(met)
 
     def settled(self, group: Group) -> bool:
-        """Return whether the object need not be written: it is being written, or was found lately and is not old."""
+        """Return whether no write is needed: the object is being written, or was found recently and is not old."""
         met = self._met.get(group.name)
         return met is not None and (met.written_at is None or (_sure(met) and not _old(met)))
 
@@ -129,7 +129,7 @@ class Known:
             return True
 
     def forget(self, group: Group) -> None:
-        """Record that a write failed: the object may exist or not."""
+        """Record that a write failed: whether the object exists is unknown."""
         with self._lock:
             self._met.pop(group.name, None)
 
