@@ -1,4 +1,4 @@
-"""LoRA adapters that the engine has loaded."""
+"""Loaded LoRA adapters of an engine by id: finds an attempt's, and frees a dropped one after its last attempt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Adapters:
         self._cancellations: set[Adapter] = set()
 
     def put(self, adapter: Adapter) -> None:
-        """Compute with it from now on; one of its id that is here already stays."""
+        """Make the adapter available to new attempts; ignored if one of its id is loaded already."""
         self._held.setdefault(adapter.id, adapter)
 
     def drop(self, adapter_id: str, here: Iterable[Request]) -> None:

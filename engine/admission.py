@@ -1,4 +1,4 @@
-"""Admission check for jobs: context length, vocabulary, kind of work, and earlier cancellation."""
+"""Admission check of jobs and of handed-over tokens: length, vocabulary, kind of work, and earlier cancellation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMEMBERED_CANCELS = 8192
 class Admission:
     """Admission check that refuses jobs with a named error.
 
-    longest: most tokens of a prompt and its output. takes: kinds of work that `model` does. check_media: raises
+    longest: limit of a prompt and its output, in tokens. takes: kinds of work that `model` does. check_media: raises
     InvalidRequest for media that the engine does not take."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Admission:
         """Raise TransferFailed unless the request can continue after these tokens, of which the last is not computed.
 
         covered: leading tokens whose K/V arrived; 0: those of the job. room: capacity of the arrived blocks, in tokens.
-        A mistake here is the other node's, not the client's, and the request may fit elsewhere."""
+        An error here is the other node's fault, not the client's, and the request may fit elsewhere."""
         if not self._has(token_ids):
             raise TransferFailed("a hand-over with token ids outside the vocabulary")
         known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)

@@ -1,4 +1,4 @@
-"""Incremental audit of counters: recounts them a little at a time while they are in use."""
+"""Recounts of block holds and of blocks' findable children, made piecewise while the pool is in use, for its audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule of the audit: runs all consistency checks in short turns while the engine is idle."""
+"""AuditSchedule, which runs the engine's audit in short turns while it is idle, and `audit`, all consistency checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that a request needs beside its chain in order to go on, as scheduler and transfers see them."""
+"""Interface of the blocks that a request needs beside its KV chain: recurrent states or pages of window layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AuxiliaryPrefixes(Protocol):
 
     @property
     def most(self) -> int:
-        """Return the most blocks that go with a chain to another node."""
+        """Return the maximum number of blocks that go with a chain to another node."""
 
     @property
     def longest(self) -> int:
@@ -41,13 +41,13 @@ class AuxiliaryPrefixes(Protocol):
         """Return these blocks' hashes with those of what another node needs beside them, each behind its parent."""
 
     def tokens_of(self, blocks: int) -> int:
-        """Return how many blocks of a `chain` of so many blocks hold tokens."""
+        """Return how many blocks of a `chain` of `blocks` blocks hold tokens."""
 
     def tokens_before(self, index: int, blocks: int) -> int:
-        """Return how many of the first `index` blocks of a `chain` of so many blocks hold tokens."""
+        """Return how many of the first `index` blocks of a `chain` of `blocks` blocks hold tokens."""
 
     def parent(self, index: int, blocks: int) -> int:
-        """Return the index of the parent of a block in a `chain` of so many blocks; -1: it is the first."""
+        """Return the index of the parent of a block in a `chain` of `blocks` blocks; -1: it is the first."""
 
     def held(self, request: Request) -> int:
         """Return the leading blocks of a running request that a copy can have."""
@@ -70,13 +70,13 @@ class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
         """Return how many new blocks a request takes on admission, beside the `wanted` blocks of its chain."""
 
     def begin(self, request: Request, reused: int, found: int) -> bool:
-        """Prepare a request that reuses so many of the leading blocks found; False if it must wait."""
+        """Prepare a request that reuses `reused` of the `found` leading blocks; False if it must wait."""
 
     def taken(self, request: Request, reused: Sequence[int], fresh: Sequence[int]) -> None:
         """Give the request the blocks of `reused` and the new ones, once it holds its chain."""
 
     def missing(self, request: Request, tokens: int) -> int:
-        """Return how many blocks it lacks, beside its chain, to go on to so many tokens."""
+        """Return how many blocks the request lacks, beside its chain, to grow to `tokens` tokens."""
 
     def stop(self, request: Request) -> int:
         """Return the length up to which the request's next slice may go."""
@@ -88,10 +88,10 @@ class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
         """Take over what a transfer brought in `state_blocks`."""
 
     def sent(self, request: Request, reserved: Sequence[int]) -> list[int]:
-        """Return the blocks of what another node needs at the request's computed tokens; reserved: for a copy."""
+        """Return the blocks that another node needs at the request's computed tokens; reserved: for a copy."""
 
     def end(self, request: Request) -> list[int]:
-        """Take what a request has that ends or loses its blocks; return blocks that rest with its chain, still held."""
+        """Clear the state of a request that ends or loses its blocks; return held blocks to cache with its chain."""
 
     def release(self, request: Request, blocks: list[int]) -> None:
         """Release the blocks that `end` returned, after those of the request's chain."""
@@ -103,7 +103,7 @@ class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
 def make_auxiliary_blocks(
     runner: StepRunner, pool: BlockPool, block_size: int, step_tokens: int, state_stride: int
 ) -> AuxiliaryBlocks | None:
-    """Return what requests of the runner's model need beside the blocks of their chains; None if nothing."""
+    """Return the manager of blocks that the runner's model needs beside those of its chains; None if it needs none."""
     groups = runner.model.info.groups
     if groups is not None:
         return WindowPages(pool, groups, block_size, step_tokens)

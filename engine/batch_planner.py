@@ -1,4 +1,4 @@
-"""Batch plans on the host, updated in place from step to step while the same requests decode."""
+"""Builds the token ids and the BatchPlan of a step on the host; reuses its arrays while the same requests decode."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def build_plan(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`count` tokens from `start` on of a sequence whose K/V is in this chain of blocks, and in pages of windows."""
+    """Tokens of a sequence: `count` from `start` on. Its K/V is in `block_ids`, and in the pages of `windows`."""
 
     block_ids: Sequence[int]
     start: int

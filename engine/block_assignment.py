@@ -1,4 +1,4 @@
-"""Assignment of blocks to admitted requests: cached ones first, then new ones; and their release."""
+"""Assigns pool blocks to requests, cached prefixes first, extends and releases them, and finds reusable prefixes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvferry.protocol.layout import blocks_for
 class Readable(NamedTuple):
     """Blocks that can be read from a tier.
 
-    chain: hashes from the first block to the last one that is read. missing: how many of them the pool lacks. saved: by
-    how many blocks of tokens the prompt's reusable beginning grows."""
+    chain: hashes from the first block to the last one that is read. missing: how many of them the pool lacks. saved:
+    number of token blocks by which the prompt's reusable prefix grows."""
 
     chain: Sequence[bytes]
     missing: int
@@ -52,9 +52,10 @@ class ReusablePrefixes:
         return self._states.chain(hashes[: self._states.tokens_of(count)])
 
     def readable(self, hashes: Sequence[bytes], run: Callable[[Sequence[bytes]], int], most: int) -> Readable:
-        """Return what a tier can add. run: how many leading ones of some blocks it has; most: blocks to read at once.
+        """Return the blocks that a tier can add.
 
-        What goes with a chain is read with all of its blocks, however many."""
+        run: returns how many leading blocks of a list the tier has. most: limit of blocks to read at once, which does
+        not apply to a chain with auxiliary blocks: it is read as a whole."""
         held = len(self._pool.match(hashes))
         if self._states is None:
             count = run(hashes[held : held + most])
@@ -74,7 +75,7 @@ class ReusablePrefixes:
 
 
 class BlockAssignment:
-    """Blocks of requests, and what they need beside them.
+    """Blocks of requests, and the auxiliary blocks beside them.
 
     states: None for a model that needs nothing but the blocks of its chains. Owned by the engine thread."""
 
@@ -134,13 +135,13 @@ class BlockAssignment:
         return True
 
     def missing(self, request: Request, tokens: int = 0) -> int:
-        """Return how many blocks a running request lacks for so many tokens; 0: for those that it has."""
+        """Return how many blocks a running request lacks for `tokens` tokens; 0: for those that it has."""
         tokens = tokens or len(request.token_ids)
         beside = self.states.missing(request, tokens) if self.states is not None else 0
         return max(0, blocks_for(tokens, self._block_size) - len(request.block_ids)) + beside
 
     def extend(self, request: Request, tokens: int = 0, keep: int = 0) -> bool:
-        """Take the blocks that the request lacks for so many tokens (0: for those that it has), if there are enough.
+        """Take the blocks that the request lacks for `tokens` tokens (0: for those that it has), if there are enough.
 
         keep: blocks that stay available."""
         tokens = tokens or len(request.token_ids)
@@ -162,9 +163,9 @@ class BlockAssignment:
         return self._block_size * (blocks if request.windows is None else min(blocks, request.windows.end))
 
     def release(self, request: Request) -> None:
-        """Release what a request has that ends or is preempted, except blocks that a grant's link may still write.
+        """Release the blocks of an ended or preempted request, except those that a grant's transfer may still write.
 
-        Its full blocks rest in the cache, and a state at the end of the last one, if there is room for it."""
+        Its full blocks stay in the cache, and so does a state at the end of the last one, if there is room for it."""
         if request.media is not None:
             request.media.forget()
         checkpoints = self.states.end(request) if self.states is not None else []

@@ -1,4 +1,4 @@
-"""Token ids of the blocks that can be found in a pool, for readers outside this process."""
+"""Token ids of a pool's findable blocks by hash, kept only if the node publishes KV events (worker/kv_events)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class BlockContent:
 class BlockContents:
     """Contents by hash of a pool's findable blocks.
 
-    A block that came by its hash alone is unknown until a request computes a block behind it. Each known block's parent
-    is known. The engine thread writes; `get` and `hashes` may be called from any thread."""
+    A block that arrived with its hash alone is unknown until a request computes a block behind it. Each known block's
+    parent is known. The engine thread writes; `get` and `hashes` may be called from any thread."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, BlockContent] = {}

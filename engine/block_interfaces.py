@@ -88,4 +88,4 @@ class EvictionOrder(Protocol):
         """Remove a block that has lost its content, and what is known of it."""
 
     def check(self, block_id: int, *, leaf: bool) -> None:
-        """Assert that the block may leave if and only if it is idle and a leaf."""
+        """Assert that the block may be evicted if and only if it is idle and a leaf."""

@@ -1,4 +1,4 @@
-"""Token budget for prompts in one step."""
+"""Budget of prompt tokens in a step beside running streams, from measured step times and a target time per step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Budget:
     """Prompt token budget of one engine's steps.
 
     Beside streams it is the number of tokens that keeps a step within its target time, as measured so far, and at most
-    the limit. If more requests wait for their first tokens than streams run, a step may take that many times longer:
-    streams lose no more than the others gain. Prompts of newcomers may use all that streams leave, because the streams'
-    tenants had more than their share."""
+    the limit. If more requests wait for their first tokens than streams run, a step may take longer by that ratio:
+    streams lose no more than the waiting requests gain. Prompts of newcomers may use all tokens that streams leave,
+    because the streams' tenants had more than their share."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -54,13 +54,13 @@ class Budget:
         return min(left, max(self._beside(decodes, min(len(prompts), seats)), hurried))
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Note that a step of that many tokens, of streams and prompts, took that long."""
+        """Note that a step of `rows` tokens, of streams and prompts, took `seconds`."""
         self._cost.saw(rows, seconds)
 
     def _beside(self, decodes: int, prompts: int) -> int:
         """Return the budget beside streams. prompts: the number of prompts that have or find a seat.
 
-        The minimum is doubled until steps show that it is right: they would never show it with so few tokens each."""
+        The minimum is doubled until steps of several lengths were measured: the minimum alone would never give those."""
         most = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
             return most

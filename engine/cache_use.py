@@ -1,4 +1,4 @@
-"""A request's session, as the block pool sees it."""
+"""CacheUse: a request's session and prefix use, for the eviction order of its blocks; IdleStats: figures of these."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CacheUse:
     """A request's use of cached blocks.
 
     tenant      namespace of the blocks; return rates are learned for each
-    session     name of the session, unique among all tenants; empty: the prefix tells which session it is
-    request_id  by which the router tells why the session pauses
+    session     name of the session, unique among all tenants; empty: the session is recognised by its prefix
+    request_id  by which the router reports why the session pauses
     retention   how long the client asked to keep the prefix; another class of pauses, not a promise
     pause       why the session pauses afterwards, if that is known by its end; tools: group of the tools that it called
                 (protocol.sessions), 0 if unknown
@@ -47,7 +47,7 @@ class IdleStats:
     """Figures of a pool's idle blocks.
 
     paused: sessions that pause now, with blocks of their own in the pool. evicted: blocks by kind. returns: requests
-    that went on with a session, by outcome (protocol.labels)."""
+    that continued a session, by outcome (protocol.labels)."""
 
     paused: int = 0
     evicted: Counter[str] = field(default_factory=Counter)

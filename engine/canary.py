@@ -41,7 +41,7 @@ PATIENCE_S, MOST_S, REST = 5.0, 120.0, 64
 SPARED = 4
 """One of this many blocks stays available during a check."""
 KNOWN = 4096
-"""Most senders remembered as having agreed."""
+"""Maximum number of senders remembered as having agreed."""
 
 
 class Canary:
@@ -76,8 +76,8 @@ class Canary:
     def landed(self, request: Request, sender: NodeName) -> bool:
         """Note that a transfer brought the K/V of a request's computed tokens, from its first_block on.
 
-        None of these blocks has been replaced by an equal one yet. Returns whether they are checked: all are to be
-        registered then, before `hold_chain`."""
+        None of these blocks has been replaced by an equal one yet. Returns whether they are checked; the caller then
+        registers all of them before `hold_chain`."""
         skipped = request.adapter is not None or request.media is not None
         if self._look is not None or skipped or not self._chosen(sender):
             return False
@@ -123,7 +123,7 @@ class Canary:
         return [(CANARY, self._look.key)] if self._look is not None else []
 
     def give_way(self) -> None:
-        """Release the check's blocks if others may need them. Called before each step and before seats are given."""
+        """Release the check's blocks if requests may need them. Called before each step and before admission."""
         look = self._look
         if look is None:
             return
@@ -139,7 +139,7 @@ class Canary:
         return max(0.0, max(self._look.began + PATIENCE_S, self._rests_until) - self._clock())
 
     def turn(self, wanted: Wanted) -> None:
-        """Compute a piece, if it is time to. wanted: asked between layers whether nothing else is to be done."""
+        """Compute a piece, if it is time to. wanted: returns, between layers, whether the check may continue."""
         look = self._look
         if look is None or self.pause_s():
             return

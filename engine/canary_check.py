@@ -1,4 +1,4 @@
-"""One canary check: recomputes a shipped prompt in blocks of its own and compares K and V."""
+"""One canary check: recomputes a received prompt in blocks of its own, and compares its K/V and the next logits."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class CanaryCheck:
 
     @property
     def known(self) -> int:
-        """Return what the check has found."""
+        """Return the number of tokens that the check recomputes: all but the last."""
         return len(self.token_ids) - 1
 
     def go_on(self, runner: Computes, most: int, wanted: Wanted) -> bool:
         """Compute at most `most` further tokens, or at last the one whose logits are compared: True then.
 
-        Raises Unwanted."""
+        Raises ForwardAbandoned."""
         if self.computed < self.known:
             self._compute(runner, min(most, self.known - self.computed), wanted)
             return False

@@ -1,4 +1,4 @@
-"""Attempts that end before their time: cancellations, visible in the middle of a step, and deadlines.
+"""Announced cancellations, which a running step reads, and Deadlines, which finds requests past their deadline.
 
 The engine takes commands only between steps, and a step may be long."""
 
@@ -33,7 +33,7 @@ class Cancellations:
         self._all = False
 
     def includes(self, keys: Iterable[Key]) -> bool:
-        """Return whether all of them are leaving."""
+        """Return whether all of these attempts are announced."""
         leaving = self._upto
         return self._all or (bool(leaving) and all(leaving.get(name, -1) >= attempt for name, attempt in keys))
 

@@ -1,4 +1,4 @@
-"""Errors of the engine's commands, which end as answers to their callers."""
+"""Context manager `answering`: turns any exception of an engine command into an error for the command's caller."""
 
 from __future__ import annotations
 

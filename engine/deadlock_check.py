@@ -1,4 +1,4 @@
-"""Check that requests which must not be preempted do not block each other for ever."""
+"""Deadlock check: raises StepFailed if prompts that are being sent hold all blocks and each of them lacks one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.protocol.errors import StepFailed
 def require_progress(request_table: RequestTable, blocks: BlockAssignment) -> None:
     """Raise StepFailed if prompts that are being sent hold all blocks, and each of them lacks one.
 
-    Prompts that share pages release none by going on. Called when nothing can run."""
+    Prompts that share pages would release none if they continued. Called when nothing can run."""
     running, pool = request_table.running, blocks.pool
     own: set[Hashable] = {r.key for r in running} | {("ship", r.transfer) for r in running}
     if (

@@ -1,4 +1,4 @@
-"""A batch of decodes on the host, advanced in place from step to step."""
+"""DecodeBatch: host arrays of a batch of decodes, advanced in place from step to step, and the BatchPlan over them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DecodeBatch:
     """Host arrays of a batch of decodes, advanced in place.
 
     A request's chain of blocks grows when a block becomes full. The next token is then the first of its block, which is
-    when its row of the table is read again; after a step that was planned before that, at the second token. So it is
-    once blocks were replaced by equal ones, which may be many after a prompt has arrived."""
+    when its row of the table is read again; after a step that was planned before that, at the second token. The row is
+    also read again after blocks were replaced by equal ones, which may be many after a prompt has arrived."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ def adapted_tokens(slices: Sequence[Slice]) -> Mapping[Adapter, np.ndarray]:
 
 
 def by_adapter(owners: Sequence[Request]) -> Mapping[Adapter, np.ndarray]:
-    """Return the tokens of a batch, int64 [n], by the adapter of the request that each is of."""
+    """Return the indices of a batch's tokens, int64 [n], by the adapter of each token's request."""
     tokens: defaultdict[Adapter, list[int]] = defaultdict(list)
     for index, request in enumerate(owners):
         if request.adapter is not None:

@@ -26,7 +26,7 @@ TRIALS = 0.02
 DEBT_S = 2.0
 """Most time that seemingly useful drafts may have lost in sum, and most gain that is remembered, in seconds."""
 EXPECTED = 128
-"""Tokens that a stream is expected to generate still, unless it has generated more already."""
+"""Tokens that a stream is expected to generate from now on, unless it has generated more already."""
 
 
 class Drafter:
@@ -111,8 +111,8 @@ class Drafter:
 def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:
     """Return the number of drafts per stream that maximises tokens per second, and the seconds saved per token.
 
-    streams: how often a draft is right and most drafts, of each. count: all streams of the step. step, pass_: times of
-    the model's and of the draft model's steps."""
+    streams: for each, the share of correct drafts and the maximum number of drafts. count: all streams of the step.
+    step, pass_: times of the model's and of the draft model's steps."""
     counts = [0] * len(streams)
     tokens, seconds = float(count), step[0] + step[1] * (count - 1)
     before = seconds / tokens
@@ -133,5 +133,5 @@ def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: L
 
 
 def _rest(request: Request) -> int:
-    """Return tokens that a stream is taken to make still."""
+    """Return the number of tokens that a stream is expected to generate from now on."""
     return min(request.job.params.max_tokens - request.output_len, max(EXPECTED, request.output_len))

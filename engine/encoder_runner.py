@@ -1,4 +1,4 @@
-"""Runner of encoder models: batches whole texts by length and returns one vector per text."""
+"""Runner of encoder models: batches whole texts by length and computes embeddings or class scores, without a cache."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class EncoderRunner:
         """Do nothing: it has the cores for as long as it computes."""
 
     def copy_block(self, source: int, target: int) -> None:
-        """Do nothing: there are no blocks."""
+        """Raise AssertionError: there are no blocks."""
         raise AssertionError("an encoder has no KV blocks to copy")
 
     @torch.inference_mode()
     def run(
         self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
     ) -> list[Read | None]:
-        """Return the answer to each slice. Raises Unwanted when they were not `wanted` to the end."""
+        """Return the answer to each slice. Raises ForwardAbandoned if they were not `wanted` to the end."""
         texts = [_text(part) for part in slices]
         found: list[Read | None] = [None] * len(slices)
         for batch in batches([len(text.token_ids) for text in texts]):

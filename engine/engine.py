@@ -1,4 +1,4 @@
-"""Engine: accepts attempts, runs steps and emits events on one thread; it has no threads and no network."""
+"""Engine: queues attempts, runs steps and collects events on the thread that calls it (engine/loop.py); no network."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from kvferry.protocol.work import Embed, Generate
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine. fingerprint: root of the block hashes. max_model_len: most tokens of prompt and output.
+    """Settings of an engine. fingerprint: root of the block hashes. max_model_len: limit of prompt and output, in tokens.
 
     takes: kinds of work that the model does. shares_cores: prompts of grants are computed on this engine's cores.
-    drafts: most speculative tokens of a stream per step. state_stride: see `StateCheckpoints`."""
+    drafts: limit of speculative tokens per stream and step. state_stride: see `StateCheckpoints`."""
 
     fingerprint: str
     block_size: int
@@ -187,7 +187,7 @@ class Engine:
             self.stepper.drop(request, error)
 
     def cancel_router(self, router_id: str) -> None:
-        """Drop everything that a lost router asked for."""
+        """Drop all attempts of a lost router."""
         for request in list(self.request_table):
             if request.job.router_id == router_id:
                 self.cancel(request.job.request_id, request.job.attempt)
@@ -197,10 +197,10 @@ class Engine:
         return bool(self.request_table.running or self.request_table.waiting)
 
     def step(self) -> bool:
-        """Schedule, run and commit a step; return False if nothing could run because all that waits lacks blocks.
+        """Schedule, run and commit a step; return False if nothing could run because all waiting requests lack blocks.
 
-        A request that cannot be computed ends alone; if scheduling breaks, all that run do. The step commits nothing
-        once all its attempts are in `cancellations`. Raises DeviceLost: no step can run."""
+        A request that cannot be computed ends alone; if scheduling fails, all running requests end. The step commits
+        nothing once all its attempts are in `cancellations`. Raises DeviceLost: no step can run."""
         began = time.monotonic()
         ran = self.stepper.step()
         self.newcomer_priority.stepped(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Events from the engine to the worker after each step.
+"""Events that the engine emits for its worker: output, failures, reservations, block changes, canaries, step figures.
 
 They are plain values, because they leave the engine thread."""
 
@@ -70,7 +70,7 @@ class ReservationFailed:
 class BlocksChanged:
     """Blocks that became findable or were evicted: hashes and rows (`protocol.index_rows`) for the block index.
 
-    kept: hashes of blocks, findable before, that tiers are to keep from now on."""
+    kept: hashes of blocks that were findable before, and that tiers keep from now on."""
 
     stored: Mapping[bytes, bytes]
     removed: Mapping[bytes, bytes]

@@ -1,10 +1,10 @@
-"""Eviction order of idle blocks: those least likely to be used again soon leave first.
+"""Eviction order of idle blocks by learned return rates: the blocks least likely to be used again soon go first.
 
 All blocks of a pool have the same size and save the same number of tokens, so the value of keeping one is the rate at
 which it is used again (see ReturnRates). It is learned from the pauses of each tenant's sessions, separately by the
 turns that a session had and by why it pauses, and for prefixes that several sessions share. Clients name sessions, or
-they are recognised by their prefix. A chain leaves from its end, so a block that several sessions use stays as long as
-any of them. Operations are O(log n) in the number of chains, amortised."""
+they are recognised by their prefix. A chain is evicted from its end, so a block that several sessions use stays as
+long as any of them. Operations are O(log n) in the number of chains, amortised."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvferry.engine.return_rates import ReturnClasses, ReturnRates
 from kvferry.protocol.labels import IDLE_KINDS, SESSION_RETURNS
 
 REMEMBERED = 4
-"""Most evicted blocks whose return is still noticed, as a multiple of the pool's blocks."""
+"""Limit of evicted blocks whose return is still noticed, as a multiple of the pool's blocks."""
 SESSIONS = 4096
-"""Most names of sessions that are remembered, and as many of requests."""
+"""Maximum number of sessions' names that are remembered, and of requests' names."""
 CLASSES = 1024
-"""Most classes of blocks with rates of their own."""
+"""Maximum number of classes of blocks with rates of their own."""
 CONTINUES = 0.8
-"""A prompt goes on with a session if it begins with at least this share of the blocks of the session's last prompt."""
+"""A prompt continues a session if it begins with at least this share of the blocks of the session's last prompt."""
 RANK_S = 1.0
 """Interval in seconds at which the values of all classes are computed anew."""
 MOST_LEVEL = 4
@@ -67,7 +67,7 @@ class ValueEviction:
     # Requests.
 
     def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Learn from a request that is about to use these blocks, those of the first `hashes`; fills in cache_use."""
+        """Learn that a request is about to use `reused`, the blocks of the first `hashes`; fill in cache_use."""
         now, cache_use.prompt = self._tick(), len(hashes)
         found = [self._chains[block_id] for block_id in reused]
         idle = Counter([chain for chain, block_id in zip(found, reused, strict=True) if block_id in self._idle])
@@ -111,7 +111,7 @@ class ValueEviction:
                     names.popitem(last=False)
 
     def leave_first(self, block_ids: Sequence[int]) -> None:
-        """Let blocks that a running request gives up leave before all others, those of the last second last."""
+        """Evict blocks that a running request gives up before all others; blocks given up in one second go together."""
         now = self._clock()
         if now > self._given_up.at + RANK_S:
             self._given_up = IdleChain("", CLOSED, self._given_up.rates, now, closed=True)
@@ -119,7 +119,7 @@ class ValueEviction:
             self._chains[block_id] = self._given_up
 
     def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
-        """Tell why the session of a request that ended pauses, and the group of the tools that it runs.
+        """Record why the session of a request that ended pauses, and the group of the tools that it runs.
 
         Ignored if the request is not remembered."""
         chain = self._requests.pop(request_id, None)
@@ -130,7 +130,7 @@ class ValueEviction:
             self._enter(chain)
 
     def close(self, session: str) -> None:
-        """Let the blocks of a session alone leave before all others; ignored if it is not remembered."""
+        """Evict first the blocks that only this session used; ignored if it is not remembered."""
         chain = self._sessions.pop(session, None)
         if chain is not None:
             self._aged.remove(chain)
@@ -198,7 +198,7 @@ class ValueEviction:
             self._gone.popitem(last=False)[1].lost(self._clock())
 
     def check(self, block_id: int, *, leaf: bool) -> None:
-        """Assert that the block may leave if and only if it is idle and a leaf."""
+        """Assert that the block may be evicted if and only if it is idle and a leaf."""
         chain, may = self._chains[block_id], leaf and block_id in self._idle
         assert may == (chain is not None and chain.queued and block_id in chain.leaves), f"block {block_id} is stuck"
 
@@ -213,7 +213,7 @@ class ValueEviction:
             yield chain
 
     def _left(self, cache_use: CacheUse, kind: str, times: int, blocks: int) -> IdleChain:
-        """Return a chain of the class for what a request left; `blocks` of it weigh as one chain."""
+        """Return a chain of the class for the blocks that a request left; `blocks` of them weigh as one chain."""
         detail, tools = (cache_use.pause + cache_use.retention, cache_use.tools) if kind == PAUSED else ("", 0)
         rates = self._rates(cache_use.tenant, kind, times, detail, tools)
         return IdleChain(

@@ -20,7 +20,7 @@ log = logging.getLogger("kvferry.engine")
 
 
 class DeviceLost(Exception):
-    """The device computes nothing any more, for nobody, so the node must end."""
+    """The device does not compute any more, so the node must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ def run(
 ) -> Sequence[Drawn]:
     """Call `StepRunner.run`; if it raises, bisect: each slice returns a token or what it raises alone.
 
-    One bad slice of n costs the work of at most log n steps. Raises Unwanted if nothing else is raised, and DeviceLost
-    once even a sum of two numbers fails."""
+    One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is no longer wanted, and
+    DeviceLost once even a sum of two numbers fails."""
     drawn = _tried(runner, slices, wanted, halfway)
     if not isinstance(drawn, Exception):
         return drawn
@@ -89,7 +89,7 @@ def _told(part: Slice, error: Exception) -> KvferryError:
 
 
 def require_device(device: torch.device, error: Exception) -> None:
-    """Raise DeviceLost if the device fails at a trivial sum: whatever it is asked next would fail, too.
+    """Raise DeviceLost if the device fails at a trivial sum: every later computation would fail, too.
 
     On an asynchronous device this waits for all queued work."""
     try:
@@ -101,7 +101,7 @@ def require_device(device: torch.device, error: Exception) -> None:
 
 
 def _kept(slices: Sequence[Slice]) -> list[tuple[Request, torch.Tensor | None, int]]:
-    """Return what a run adds to requests before it is complete; nothing for streams, which make up most steps."""
+    """Return the state of requests that an incomplete run changes; nothing for streams, which make up most steps."""
     if slices[-1].streams:
         return []
     return [(part.request, part.request.pooled, len(part.request.prompt_logprobs)) for part in slices]

@@ -1,4 +1,4 @@
-"""Grammar bit mask of one request: the tokens that its grammar allows next."""
+"""GrammarMask: bit mask of the tokens that one request's grammar allows next, and the state of making it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvferry.protocol.work import Grammar
 from kvferry.structured_output.interface import Matcher
 
 TRIALS = 4
-"""Masks of a request that grammar threads make at first, and after one that was slow.
+"""Masks of a request that grammar threads make before the engine thread does.
 
-A step thus waits for a slow mask, some milliseconds at most, once in that many."""
+A step thus waits for a slow mask, some milliseconds at most, once per TRIALS masks."""
 TRIALS_IF_SLOW = 256
 """Masks of a request that grammar threads make after a slow one."""
 NEVER = -100.0
@@ -34,7 +34,7 @@ class GrammarMask:
     written                 bits were written at least once
     closing                 the output is being ended before max_tokens would cut it
     ready, late             it is made; it was not when it was needed, or will not be
-    trials, owed            masks to make on grammar threads before the engine thread does; that one has to make it
+    trials, owed            masks to make on grammar threads before the engine thread does; the engine thread makes it
     error                   why there is none, and why the request must end
     """
 
@@ -72,12 +72,12 @@ class GrammarMask:
 
     @property
     def trails(self) -> bool:
-        """Return whether the output went on since the mask was last begun."""
+        """Return whether the output has changed since the mask was last begun."""
         return len(self.token_ids) - self.prompt_len != self.upto
 
     @property
     def quick(self) -> bool:
-        """Return the next one will be made in microseconds, by all that is known."""
+        """Return whether the next mask will probably be made in microseconds, so that the engine thread may make it."""
         matcher = self.matcher
         if self.trials or matcher is None:
             return False
@@ -85,7 +85,7 @@ class GrammarMask:
 
     @property
     def blocks(self) -> bool:
-        """Return the request takes no turn now."""
+        """Return whether the request must not be scheduled now."""
         return self.late and not self.ready
 
 

@@ -1,4 +1,4 @@
-"""Grammar bit masks of all requests in a step.
+"""GrammarMasks: makes the grammar bit masks of all requests, on grammar threads or, if quick, on the engine thread.
 
 A mask depends only on the tokens so far. As soon as a token is drawn, while the next step computes, grammar threads
 make a request's next mask; it is read when that step draws. A mask that is not ready by then is late: its request draws
@@ -34,7 +34,7 @@ OWN_S = 0.01
 """CPU time that a step spends on masks it makes itself, or on the first of them that is slow, in seconds."""
 LONGEST_MASK_S = 1.0
 LONGEST_MASKS_S = 20.0
-"""Most CPU time for one mask and for all masks of a request, in seconds."""
+"""Limits of CPU time for one mask and for all masks of a request, in seconds."""
 
 
 class GrammarMasks:

@@ -1,4 +1,4 @@
-"""Requests with a grammar: wait for compilation, then advance their matcher token by token."""
+"""Grammars of an engine's requests: opens their masks, and reports to the engine when a grammar compiled or failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Grammars:
         self._masks.wake = lambda: post(lambda: None)
 
     def open(self, request: Request) -> None:
-        """Begin to compile; the request is here and waits for that.
+        """Begin to compile; the request is in the table and waits for the grammar.
 
         Raises InvalidRequest if grammars cannot be used, and Overloaded."""
         job, key = request.job, request.key
@@ -43,7 +43,7 @@ class Grammars:
         request.sample_row = SampleRow(job.params, request.token_ids, job.prompt_len, mask)
 
     def follow(self, request: Request) -> None:
-        """Follow a token that came from elsewhere."""
+        """Advance the request's mask by a token that another node drew."""
         row = request.sample_row
         assert row is not None
         assert row.mask is not None

@@ -1,4 +1,4 @@
-"""Idle blocks by the chain that a request left, and the order of these chains by class and age."""
+"""Idle blocks by the chain that a request left, and AgedChains, the order of these chains by class and age."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class IdleChain:
     turns         earlier requests of the session
     place         age bin
     idle, gone    blocks in the pool without a user, and evicted blocks that are remembered
-    leaves        idle blocks without children; the last one leaves first
+    leaves        idle blocks without children; the last one is evicted first
     closed        its session is closed; queued: it is among the chains that have leaves"""
 
     tenant: str
@@ -62,7 +62,7 @@ class IdleChain:
 
 
 AT_ONCE = 512
-"""Chains that may change their groups in one call, so that a request after a long silence does not wait."""
+"""Maximum number of chains that change groups in one call, so that a request after a long idle time does not wait."""
 Group = tuple[ReturnRates, int]
 """Class and age bin of chains whose blocks are worth the same."""
 

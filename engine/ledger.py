@@ -26,7 +26,7 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """Return number of blocks with at least one hold."""
+        """Number of blocks with at least one hold."""
         return self._num_held
 
     def hold(self, owner: Hashable, reason: str, block_ids: Iterable[int]) -> None:
@@ -81,7 +81,7 @@ class Ledger:
             self._changed(new_reason, owner, moving, 1)
 
     def held(self, block_id: int) -> bool:
-        """Number of blocks that are held."""
+        """Return whether anybody holds the block."""
         return self._counts[block_id] > 0
 
     def owners(self) -> Iterator[tuple[str, Hashable]]:

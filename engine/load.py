@@ -1,4 +1,4 @@
-"""Load of an engine, as its node announces it."""
+"""Computes an engine's load (requests, tokens, blocks and grants), which its node announces to routers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Logits processors that forbid tokens of one request: grammar masks, allowed tokens and bad words.
+"""Logits processors that ban tokens of one request: allowed_token_ids and bad_words.
 
-Penalties and logit_bias apply afterwards (kernels/logit_adjustments.py).
+Grammar masks are applied elsewhere (engine/sampler.py); penalties and logit_bias (kernels/logit_adjustments.py) follow.
 
 They are built once per request and depend on its tokens alone, so another node gets the same result."""
 
@@ -42,7 +42,7 @@ def edited(params: SamplingParams) -> bool:
 
 
 def look_back(params: SamplingParams) -> bool:
-    """Return whether an edit depends on which tokens were drawn, not on their number alone."""
+    """Return whether a change of the logits depends on which tokens were drawn, not only on their number."""
     penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
     return bool(params.bad_words or penalties)
 
@@ -62,7 +62,7 @@ class _Allowed:
 class _BadWords:
     """Stage for bad_words: bans each sequence's last token if the output ends with the tokens before it.
 
-    A step checks only the sequences whose last but one token was drawn last."""
+    A step checks only the sequences whose next-to-last token was drawn last."""
 
     def __init__(
         self, words: Sequence[tuple[int, ...]], token_ids: Sequence[int], prompt_len: int, device: torch.device

@@ -45,7 +45,7 @@ class Lookahead:
         return self._batch is not None
 
     def take(self) -> Batch | None:
-        """Return the step in flight, of those who still wait for it; it is to be run next."""
+        """Return the step in flight, without ended requests; the caller runs it next."""
         self.settle()
         batch, self._batch = self._batch, None
         self._whole = self._whole or batch is None
@@ -122,7 +122,7 @@ class Lookahead:
 
 
 def _plain(part: Slice) -> bool:
-    """Return whether the next token but one can be drawn by who does not know the next one."""
+    """Return whether the token after the next one can be drawn before the host knows the next one."""
     request = part.request
     if not part.streams or not part.draws or request.transfer is not None or request.prefill_only:
         return False

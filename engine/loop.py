@@ -1,4 +1,4 @@
-"""Engine thread: drains the inbox, runs steps and hands out events.
+"""Engine thread: runs submitted commands and the engine's steps, hands out events, and audits the engine while idle.
 
 All access to the engine goes through it."""
 
@@ -25,7 +25,7 @@ class EngineLoop:
     `on_events` is called on that thread with each batch of events, in order; it must not block. `prepare` is the
     thread's first call. `load` is the engine's load after the last commands or the last step, whichever came later.
     `fault` says what a self-check found wrong, or what ended the thread. `on_fault` is called once with the latter, on
-    the dying thread: nothing submitted will be done any more, so the process must end."""
+    the ending thread: no submitted call will run any more, so the process must end."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class EngineLoop:
                 self._look()
 
     def _awaited(self, stuck: bool) -> bool:
-        """Return whether anybody waits for this thread to go on."""
+        """Return whether this thread has anything to do."""
         return self._stopping or bool(self._inbox) or (self._may_step() and not stuck)
 
     def _may_step(self) -> bool:
@@ -200,7 +200,7 @@ class EngineLoop:
         return ran
 
     def _look(self) -> None:
-        """Compute a piece of a canary check if it is time to; it ends when anything is submitted."""
+        """Compute a piece of a canary check if it is time to; the piece ends when anything is submitted."""
         canary = self._engine.canary
         if canary:
             canary.turn(lambda: not (self._inbox or self._stopping))

@@ -1,1 +1,1 @@
-"""Media of prompts: their encoders, and the rows that take the place of their placeholder tokens."""
+"""Images and audio in prompts: their encoders, and the embeddings that take the place of their placeholder tokens."""

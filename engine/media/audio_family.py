@@ -1,4 +1,4 @@
-"""Families of models with audio towers: clips are decoded to samples, and their spectrograms go through the tower."""
+"""AudioFamily: base class of model families with an audio tower, which decodes clips and makes spectrograms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.protocol.errors import ConfigError, InvalidRequest
 
 
 class AudioFamily(MediaFamily):
-    """What one family does with audio. Grid: the number of tokens. max_seconds: longest clip."""
+    """Base class of one family's audio processing. Grid: the number of tokens. max_seconds: longest clip."""
 
     modality = "audio"
     max_seconds: float
@@ -25,7 +25,7 @@ class AudioFamily(MediaFamily):
 
     @abstractmethod
     def tokens(self, samples: int) -> int:
-        """Return how many tokens stand for so many samples; 0: the clip is too short."""
+        """Return how many tokens stand for `samples` samples; 0: the clip is too short."""
 
     @abstractmethod
     def rows(self, samples: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Chats with media, rendered by the model's chat template: texts, and the media between them."""
+"""ChatRenderer: renders chats with media by the model's chat template, into texts and the media between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audio of requests, decoded within bounds."""
+"""Decodes a request's audio file to mono samples, with a bound on its length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data URLs of a rendered chat's media."""
+"""Decodes the base64 of a data URL that holds an image or audio of a chat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.errors import InvalidRequest
 def data_of(url: str, field: str) -> bytes:
     """Return the bytes of a data URL. Raises InvalidRequest naming the field.
 
-    Streams of the node go on between two slices."""
+    It decodes in slices, so that other threads of the node run in between."""
     data = BytesIO()
     try:
         for piece in decoded_slices(url, url.find(",") + 1):

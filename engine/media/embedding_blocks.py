@@ -1,7 +1,7 @@
-"""Rows of media in blocks of the pool, so that they are cached, found, fetched and evicted as blocks are.
+"""EmbeddingBlocks: stores embeddings of media in blocks of the KV pool, so that they are cached, fetched and evicted.
 
 The rows of one image, audio or video take a run of blocks with hashes of their own (`protocol.hashing`): the first has
-no parent, each other one is a child of the one before. A run is of use only if all of it is here."""
+no parent, each other one is a child of the one before. A run is usable only if all of it is in the pool."""
 
 from __future__ import annotations
 

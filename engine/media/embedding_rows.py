@@ -1,4 +1,4 @@
-"""Embeddings of single tokens, read from a checkpoint: those of text tokens between the rows of an image."""
+"""EmbeddingRows: embeddings of single text tokens, read from a checkpoint, for those among an image's tokens."""
 
 from __future__ import annotations
 

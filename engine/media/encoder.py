@@ -1,4 +1,4 @@
-"""Interface to a model's processor and towers, which turn images and audio into rows for its text model."""
+"""Interfaces of media: MediaEncoder (a model's processor and towers) and EmbeddingSource (who provides embeddings)."""
 
 from __future__ import annotations
 

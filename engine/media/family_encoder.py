@@ -22,7 +22,7 @@ from kvferry.protocol.media import MediaItem, RenderedPrompt
 
 @dataclass(frozen=True, slots=True)
 class _Medium:
-    """What an item's data hold: the medium's file, its grid, and tokens of text among its own, by their place."""
+    """Content of an item's data: the medium's file, its grid, and text tokens among its own, by their place."""
 
     file: bytes
     grid: Grid
@@ -34,7 +34,7 @@ class _Medium:
 
     @classmethod
     def of(cls, item: MediaItem) -> _Medium:
-        """Raises InvalidRequest for data that are none of ours."""
+        """Unpack an item's data. Raises InvalidRequest if they are damaged."""
         try:
             file, grid, texts = msgpack.unpackb(item.data, use_list=False)
         except (ValueError, TypeError, msgpack.UnpackException) as error:

@@ -1,4 +1,4 @@
-"""Images of Gemma 3: each is one square, whose tokens attend to each other."""
+"""Image family of Gemma 3: each image is one square, whose tokens attend to each other."""
 
 from __future__ import annotations
 

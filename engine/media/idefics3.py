@@ -1,4 +1,4 @@
-"""Images of Idefics 3 and SmolVLM: tiles in rows and columns, then the whole image."""
+"""Image family of Idefics 3 and SmolVLM: an image becomes tiles in rows and columns, then the whole image."""
 
 from __future__ import annotations
 

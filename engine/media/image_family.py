@@ -1,4 +1,4 @@
-"""Families of models with vision towers: images are resized and normalised before the tower is called."""
+"""ImageFamily: base class of model families with a vision tower, which resizes and normalises images for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pixels:
 class PreparedImages:
     """Resized images between the rendering of their prompt and their encoding, bounded by bytes. Thread-safe.
 
-    Each is taken once, because its rows are cached then. The oldest leave first; they are resized again."""
+    Each is taken once, because its rows are cached then. The oldest are evicted first and are resized again."""
 
     def __init__(self, max_bytes: int = MAX_PREPARED_BYTES) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
@@ -63,7 +63,7 @@ class PreparedImages:
 
 
 class ImageFamily(MediaFamily):
-    """What one family does with images. `pixels` is thread-safe. channels: dimension of the channels in pixels."""
+    """Base class of one family's image processing. `pixels` is thread-safe. channels: their dimension in pixels."""
 
     modality = "image"
     channels = -3

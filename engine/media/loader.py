@@ -1,4 +1,4 @@
-"""Loader of a model's media encoder, from the same checkpoint as its text."""
+"""Loads a model's media encoder (processor and tower) from the checkpoint of its text model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of media from this process: a cache, and one thread that runs the model's encoder.
+"""LocalEmbeddings: media embeddings of this process, from a cache and one thread that runs the model's encoder.
 
 The thread takes one item at a time, so that the bits of its rows do not depend on others, and one root's (a tenant's)
 items in turn with those of other roots. Requests that want the same item share its computation. The thread gives way to
@@ -26,7 +26,7 @@ from kvferry.runtime.thread_priority import give_way
 log = logging.getLogger("kvferry.engine")
 
 MAX_QUEUED = 512
-"""Items that may wait for the encoder. One root (a tenant) may have half of what the others leave; more is refused."""
+"""Items that may wait for the encoder. One root (a tenant) may use half of the places that other roots leave free."""
 NICENESS = 5
 """Steps by which the thread gives way: beside a busy engine thread on one core it gets a quarter of the time."""
 STOP_S = 5.0
@@ -54,12 +54,12 @@ class _Call:
         return [self.rows[place] for place in range(len(self.keys))]
 
     def ends(self) -> bool:
-        """Return whether `ready` is to be called now, which is told once. The caller holds the lock."""
+        """Return whether `ready` is to be called now; true only once. The caller holds the lock."""
         told, self.over = self.over, True
         return not told
 
     def tell(self, outcome: list[torch.Tensor] | Exception) -> None:
-        """Call `ready`; what that raises is logged, since the thread and the other calls go on."""
+        """Call `ready`; log any exception, since the thread must serve other calls."""
         try:
             self.ready(outcome)
         except Exception:
@@ -212,7 +212,7 @@ class LocalEmbeddings:
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem, stream: torch.cuda.Stream | None) -> torch.Tensor | Exception:
-        """Return the rows of an item, which the device has computed; or what the encoder raises."""
+        """Return the computed rows of an item, or the encoder's exception."""
         try:
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 (rows,) = self._encoder.encode([item])

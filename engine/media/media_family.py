@@ -1,4 +1,4 @@
-"""Families of models that see or hear: the measures of their media, their placeholders, and the calls of the towers."""
+"""MediaFamily: base class of model families with images or audio: placeholders of a medium, and its tower's rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 Grid = tuple[int, ...]
-"""Numbers from which a family tells a medium's placeholders and positions, such as rows and columns of patches."""
+"""Numbers that give a medium's placeholders and positions, such as rows and columns of patches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Placeholders:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Part of a checkpoint that sees or hears: transformers' model without its text, its config, and its processor."""
+    """Vision or audio part of a checkpoint: transformers' model without its text, its config, and its processor."""
 
     module: Any
     config: Any
@@ -33,7 +33,7 @@ class Tower:
 
 
 class MediaFamily(ABC):
-    """What one family does with media of its modality, each a file's bytes. `grid` and `placeholders` are thread-safe.
+    """Base class of one family's media processing; media are files' bytes. `grid` and `placeholders` are thread-safe.
 
     token: text of the token whose rows come from the tower. placeholder: what chat templates write for a medium.
     bidirectional: see `MediaEncoder`. mixed: tokens of text lie between those of a medium. levels: see

@@ -1,4 +1,4 @@
-"""Media's part of a batch plan: rows in place of embeddings, rotary positions, and how far tokens see."""
+"""MediaInputs: adds media to a batch plan: rows in place of embeddings, rotary positions, and how far tokens attend."""
 
 from __future__ import annotations
 

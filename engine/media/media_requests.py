@@ -1,4 +1,4 @@
-"""Requests with media in one engine: checks them, and asks for the rows that they will compute with."""
+"""MediaRequests: checks an engine's requests with media, and asks for the embeddings that they will compute with."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class MediaRequests:
     def ask(self, request: Request, start: int) -> None:
         """Ask for the rows that the tokens from `start` on need; the request awaits them.
 
-        Its media have no data if its prompt was computed elsewhere. It fails then, and goes on where a router has it
-        computed with them."""
+        Its media have no data if its prompt was computed elsewhere. It then fails, and the router retries with them."""
         media, key = request.media, request.key
         assert media is not None
         places = media.missing(start)

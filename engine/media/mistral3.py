@@ -1,4 +1,4 @@
-"""Images of Mistral Small 3.1 and later: the Pixtral tower, whose rows of patches end with a token of text."""
+"""Image family of Mistral Small 3.1 and later: the Pixtral tower, whose rows of patches end with a token of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of requests, decoded within bounds."""
+"""Decodes a request's image file to an RGB picture, with a bound on its pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audio of Qwen2-Audio: a Whisper encoder over 30 s, whose output is averaged in pairs, a token for each 0.04 s."""
+"""Audio family of Qwen2-Audio: a Whisper encoder over 30 s, whose output is averaged in pairs, one token per 0.04 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of Qwen2-VL to Qwen3.5: patches in the order of merged squares, and three rotary positions a token."""
+"""Image family of Qwen2-VL to Qwen3.5: patches in the order of merged squares, and three rotary positions a token."""
 
 from __future__ import annotations
 

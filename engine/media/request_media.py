@@ -1,4 +1,4 @@
-"""Media of one request in the engine: their parts of block hashes, their rows, and rotary positions."""
+"""RequestMedia: one request's media in the engine: their part of block hashes, their rows, and rotary positions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RequestMedia:
             del self.rows[place]
 
     def forget(self) -> None:
-        """Drop all rows and cancel the call for others: the request ended, or lost its blocks."""
+        """Drop all rows and cancel the call for missing ones: the request ended, or lost its blocks."""
         self.rows.clear()
         if self.cancel is not None:
             self.cancel()

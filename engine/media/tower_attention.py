@@ -1,4 +1,4 @@
-"""Attention within towers on the CPU's kernels: each token of an image or a clip sees all others.
+"""Attention within media towers on the CPU's kernels: each token of an image or a clip attends to all of its tokens.
 
 Registered as one of transformers' attention functions. What the kernels do not take runs in PyTorch."""
 
