@@ -1,0 +1,1 @@
+"""Operations of decoders (attention, products, recurrent layers, sampling) by PyTorch, C++ on CPUs, or Triton."""

@@ -1,4 +1,4 @@
-"""Index tensors that all layers of a batch share in plain PyTorch: gather indices, masks and rotary rows."""
+"""BatchIndex: gather indices, masks and rotary rows of one batch, which all layers of the reference backend share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch plan: positions, slots and block tables of one step, shared by all layers."""
+"""BatchPlan: positions, cache slots, block tables and lengths of one step's tokens, shared by all layers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class BatchPlan:
     chained       consecutive decodes of one sequence, each with a row of the table: the K/V of all is written
                   before any of them attends
     drawing       int64 [n] or None      tokens after which the next ones are drawn, if known beforehand
-    last          sequences of which the hidden states of the last token alone are read, and of the others none; None:
-                  every token's are
+    last          sequences whose last token's hidden state is read; no others are read. None: all tokens' are read
     states        recurrent states of the sequences; None for a model without recurrent layers
     media         rows of media in place of some tokens' embeddings; None: every token is embedded by its id
     rope_positions  int64 [3, T], rotary positions by time, height and width, all equal for tokens without media; None:

@@ -1,4 +1,4 @@
-"""Packing of codes below eight bits for GPU memory.
+"""Packs quantised weight codes of 4 and 6 bits into bytes for GPU memory, and converts e2m1 (FP4) codes.
 
 A tile of inputs is divided into spans of neighbours, and its bytes into spans of the same length."""
 
@@ -50,8 +50,8 @@ def unpacked(kind: str, stored: torch.Tensor, tile: int) -> torch.Tensor:
 def numbers_of_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Return twice the numbers of these e2m1 codes, int8.
 
-    codes: uint8 below 16, a sign and three bits of which the lowest is a fraction. Copies nothing from the host, which
-    would wait for the device."""
+    codes: uint8 below 16: a sign and three bits, the lowest of them a fraction. Copies nothing from the host, since a
+    copy would wait for the device."""
     low = (codes & 7).to(torch.int8)
     size = torch.where(low == 0, 0, (2 | low & 1) << (low >> 1) >> 1)
     return torch.where(codes < 8, size, -size)

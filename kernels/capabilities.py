@@ -1,4 +1,4 @@
-"""Capabilities of an operations backend: which weight and cache formats it supports."""
+"""Capabilities of an operations backend: which formats of weights and of the KV cache it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graph capture and replay of decode steps, one graph for each batch size.
+"""GraphStep: captures decode steps as CUDA graphs, one for each batch size, and replays them.
 
 The host then only fills a few arrays per step."""
 
@@ -31,7 +31,7 @@ class Capture(Protocol):
     """Recorder of device work for later replay on the same memory."""
 
     def __call__(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Return (replay, the value of `run`); each replay writes that value anew.
+        """Return (replay, the value of `run`); each replay overwrites that value.
 
         A replay runs no Python of `run` and reads nothing from the host."""
 
@@ -133,8 +133,8 @@ class _Inputs:
 class GraphStep:
     """Implements `kernels.decoder_step.Step` for batches of decodes of any model and any kind of stored weights.
 
-    one_by_one: runs the layers through the backend's operations, which may read a plan's host side only to choose their
-    launches. A batch size is captured when it first occurs. If that fails, all batches run layer by layer."""
+    one_by_one: runs the layers through the backend's operations, which may read a plan's host numbers only to choose
+    their launches. A batch size is captured when it first occurs. If that fails, all batches run layer by layer."""
 
     def __init__(self, form: DecoderForm, one_by_one: OneByOne, capture: Capture) -> None:
         self._form, self._one_by_one, self._capture = form, one_by_one, capture

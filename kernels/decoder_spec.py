@@ -1,4 +1,4 @@
-"""Description of a decoder for a backend that replays whole steps: layers, weights, attention and experts."""
+"""Dataclasses that describe a decoder to backends: stored weights, attention, MLP, experts, layers, DecoderForm."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Ungated:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """Return the outputs unchanged: no rank lacks a part."""
+    """Return the outputs unchanged: this rank has all of them."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""Interface of a decoder step that a backend replays as one call, and its results."""
+"""Interface of a decoder step that a backend replays as one call (Step), and its results (NextLogits, Halted)."""
 
 from __future__ import annotations
 

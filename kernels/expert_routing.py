@@ -1,4 +1,4 @@
-"""Mixture-of-experts routing: chosen experts of each token and their weights.
+"""Mixture-of-experts routing: `route` chooses each token's experts and their weights by a Routing rule.
 
 Groups of experts: DeepSeek-V2 (2024), section 2.2; the sigmoid and the correction of its scores: DeepSeek-V3 (2024),
 section 2.1.2; the threshold around the best logit: SparseMixer-v2 (Liu et al. 2024), section 2.
@@ -17,12 +17,12 @@ class Routing:
 
     renormalised    weights are divided by their sum
     sigmoid         a score is the sigmoid of its logit; otherwise scores are the softmax over all experts
-    groups, kept    only the `kept` best of that many groups of consecutive experts are considered
-    judged          a group is ranked by the sum of that many of its highest scores
+    groups, kept    only the `kept` best of `groups` groups of consecutive experts are considered
+    judged          a group is ranked by the sum of its `judged` highest scores
     factor          weights are multiplied by it
-    least           sums of weights below it count as it, if renormalised
-    tolerance       if above 0, each rank has a softmax of its own, over the logits left by the ranks before it: those
-                    that are below the best by more than this share of the larger magnitude are left out
+    least           lower bound of the sum of weights, if renormalised
+    tolerance       if above 0, each chosen expert has a softmax of its own, over the logits of the experts not chosen
+                    yet, without those below the best by more than this share of the larger magnitude
     on_inputs       weights multiply an expert's inputs instead of its outputs
     """
 
@@ -60,7 +60,7 @@ def route(
 
 
 def _rank_by_rank(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `route` returns where each rank has a softmax of its own."""
+    """Return the result of `route` for a rule with a tolerance: each chosen expert has a softmax of its own."""
     weights, chosen, left = [], [], logits
     for _ in range(routing.chosen):
         best, expert = left.max(-1, keepdim=True)

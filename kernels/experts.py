@@ -1,9 +1,9 @@
-"""Mixture-of-experts layers (Shazeer et al. 2017).
+"""`mixture`: computes a mixture-of-experts layer: routes tokens, sorts them by expert, and sums weighted outputs.
 
-Tokens are sorted by expert, so an expert's dense layers run once a step: as grouped products if the backend has them,
-which divide the work on the device; otherwise one expert after the other, and the host counts the tokens of each. A
-token's result depends on that token alone: its experts' outputs are added in float32 in the order of their ranks, then
-the shared expert's."""
+The layers are those of Shazeer et al. 2017. Tokens are sorted by expert, so an expert's dense layers run once a step:
+as grouped products if the backend has them, which divide the work on the device; otherwise one expert after the other,
+and the host counts the tokens of each. A token's result depends on that token alone: its experts' outputs are added in
+float32 in the order of their ranks, then the shared expert's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mixture(experts: Experts, x: torch.Tensor, activated: Activated) -> torch.Te
 def mixed(
     experts: Experts, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activated: Activated
 ) -> torch.Tensor:
-    """Return what `mixture` does, for weights and experts as `route` returns them."""
+    """Compute `mixture` for the weights and experts that `route` returned."""
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
     inputs = x.index_select(0, order // experts.routing.chosen)
@@ -57,7 +57,7 @@ def _grouped(grouped: GroupedGated, inputs: torch.Tensor, chosen: torch.Tensor, 
 
 
 def _one_by_one(experts: Experts, inputs: torch.Tensor, pairs: torch.Tensor, activated: Activated) -> torch.Tensor:
-    """Return what `_grouped` returns. pairs: the expert of each input, in the order of tokens. Waits for the device."""
+    """Compute `_grouped` without grouped products. pairs: each input's expert, in token order. Waits for the device."""
     outputs, first = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device), 0
     for mlp, count in zip(experts.each, pairs.bincount(minlength=len(experts.each)).tolist(), strict=True):
         if count and mlp is not None:

@@ -1,4 +1,4 @@
-"""Constants that define a gated activation of an MLP (Shazeer 2020); the backends compute it."""
+"""Gate: constants that define a gated activation of an MLP (Shazeer 2020); each backend computes it (`gate_mul`)."""
 
 from __future__ import annotations
 

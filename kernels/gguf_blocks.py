@@ -1,4 +1,4 @@
-"""Unpacking of GGUF block formats (ggml's `ggml-common.h`) into codes, scales and minima.
+"""Unpacks GGUF block formats (Q4_0 to IQ4_XS, ggml's `ggml-common.h`) into integer codes, scales and minima.
 
 A weight is its code times the scale, plus the minimum, in float32. Scales and minima of blocks of 256 are 8-bit
 integers times a float16 of the block."""

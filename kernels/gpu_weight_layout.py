@@ -1,4 +1,4 @@
-"""Layout of quantised weights in GPU memory: codes of 4, 6 or 8 bits, or e2m1, without rounding.
+"""CodedForm: layout of quantised weights in GPU memory, as codes of 4, 6 or 8 bits or e2m1, without rounding.
 
 This module does not need Triton."""
 
@@ -102,7 +102,7 @@ class CodedForm:
 
 
 def form_of(codes: Codes) -> CodedForm | None:
-    """Return the form on the codes' device; None for other kinds, or if groups are no whole tiles."""
+    """Return the form on the codes' device; None for other kinds, or if groups are not whole tiles."""
     own, columns = codes.by_output(), codes.values.shape[1]
     order, values, scales = None, own.values, Levels(_narrow(own.scales))
     if codes.order is not None:

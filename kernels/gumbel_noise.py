@@ -1,4 +1,4 @@
-"""Gumbel noise as a pure function of (seed, position, vocabulary index), equal on every node and attempt.
+"""Gumbel noise for sampling, a pure function of (seed, position, token id), equal on every node and attempt.
 
 The 64-bit key of a row is splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014) over
 seed and position. A keyed permutation of the vocabulary index (xor, multiply, shift, with low-bias multipliers from

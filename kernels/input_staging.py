@@ -1,4 +1,4 @@
-"""Staging of a step's small input arrays, copied to the device at once."""
+"""Staging: copies a step's small input arrays to the device in one transfer, from reused pinned buffers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Staging:
     def put(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """Return the arrays (int32, int64, float32) on the device, valid until the next call.
 
-        Work given to the stream before that call still reads the old ones. The host waits only for the copy before the
+        Work queued before that call still reads the old arrays. The host waits only for the copy before the
         last one: the last one may be queued behind a running step."""
         if self.direct:
             return [torch.from_numpy(array) for array in arrays]

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): one cached vector per token yields all keys and values.
+"""Multi-head latent attention (MLA, DeepSeek-V2): absorbed queries, expanded K and V, and the choice between them.
 
-A head's query is q = [q_R; q_P] with rotated and plain dims. A position has a shared rotated key k_R and a latent c.
-Its score is q_R . k_R + q_P . (W_UK c), and a head's output is W_UV times the weighted sum of latents. Two equivalent
-forms:
+See DeepSeek-V2 (2024), section 2.1: one cached vector per token yields all keys and values. A head's query is
+q = [q_R; q_P] with rotated and plain dims. A position has a shared rotated key k_R and a latent c. Its score is
+q_R . k_R + q_P . (W_UK c), and a head's output is W_UV times the weighted sum of latents. Two equivalent forms:
 
 absorbed    q_P . (W_UK c) = (W_UK^T q_P) . c, so all heads attend as one group to the cached vectors [k_R; c]
             themselves, which serve as keys and values
@@ -43,7 +43,7 @@ def expanded(latents: torch.Tensor, own: Latent, expand: Linear | None = None) -
 
 
 def expands(queries: int, positions: int, own: Latent) -> bool:
-    """Return whether the expanded form takes fewer products, for queries of one sequence over so many positions."""
+    """Return whether the expanded form takes fewer products, for one sequence's queries over `positions` positions."""
     changed, pairs = own.rank * (own.plain + own.value), queries * positions
     in_full = positions * changed + pairs * (own.rotated + own.plain + own.value)
     return in_full < queries * changed + pairs * (own.rotated + 2 * own.rank)

@@ -1,4 +1,4 @@
-"""Layer norms, in plain PyTorch for backends without their own."""
+"""LayerNorm: weights of a layer norm, and its computation in plain PyTorch for backends without their own."""
 
 from __future__ import annotations
 

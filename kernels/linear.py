@@ -1,4 +1,4 @@
-"""Dense layers as backends make them."""
+"""Interfaces of dense layers that a backend makes (Linear, StoredLinear, LinearOfHeads), and Scaled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoredLinear(Linear, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Dense layer whose results are multiplied by a factor that its stored codes cannot take up."""
+    """Dense layer whose results are multiplied by a factor that its stored codes cannot absorb."""
 
     own: StoredLinear
     factor: float

@@ -37,7 +37,7 @@ class Adjustments:
         return bool(repeats or params.logit_bias or output_len < params.min_tokens or (self.penalised and output_len))
 
     def additions(self, output_len: int, vocab_size: int) -> list[tuple[int, float]]:
-        """Return tokens and what is added to their logits before all penalties.
+        """Return tokens and the amounts added to their logits before all penalties.
 
         Tokens that end the request get minus infinity before min_tokens; ids outside the vocabulary cannot be drawn
         anyway. Then the bias: a token that is named twice gets both."""

@@ -1,4 +1,4 @@
-"""Computation of LoRA adapters (Hu et al. 2021) in dense layers: low-rank products, added for tokens that use one."""
+"""LoRA adapters (Hu et al. 2021) on a device: low-rank products that are added to dense layers for some tokens."""
 
 from __future__ import annotations
 

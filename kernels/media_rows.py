@@ -1,4 +1,4 @@
-"""Rows of media in a batch, which take the place of the embeddings of their placeholder tokens."""
+"""MediaRows: rows of images and audio in a batch, which replace the embeddings of their placeholder tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MediaRows:
         return embedded.index_copy(0, self.tokens, self.rows[:, : embedded.shape[1]])
 
     def added(self, residual: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the residual [T, hidden] with what the rows add behind a layer."""
+        """Return the residual [T, hidden] plus the rows' level for this layer."""
         hidden = residual.shape[1]
         level = self.rows[:, hidden * (layer + 1) : hidden * (layer + 2)]
         return residual.index_add(0, self.tokens, level) if level.shape[1] else residual

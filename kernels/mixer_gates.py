@@ -1,4 +1,4 @@
-"""Gates and norms around recurrent layers and gated attention in plain PyTorch."""
+"""TorchMixerGates: gates and norms around recurrent layers and gated attention, in plain PyTorch."""
 
 from __future__ import annotations
 

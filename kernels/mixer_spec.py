@@ -1,4 +1,4 @@
-"""Forms of recurrent mixers: their dense layers, small parameters and where their state is.
+"""Dataclasses of recurrent mixers (short convolution, gated delta, Mamba 1 and 2, lightning): weights and sizes.
 
 `part` is the first part of the layer's state in the model's `StateLayout`: the window of the convolution, then the
 state of heads or channels. Convolutions have float32 weights [channels, width] and biases [channels] or None."""
@@ -95,8 +95,7 @@ class Mamba:
 
     inputs: the convolution's channels, then the output's gate. selection: maps the convolution's output to the time
     steps' ranks, the input vector and the output vector, each with a norm. steps: maps the ranks to one time step per
-    channel. decay:
-    float32 [channels, state], negative. skip, dt_bias: float32 [channels]."""
+    channel. decay: float32 [channels, state], negative. skip, dt_bias: float32 [channels]."""
 
     inputs: Linear
     conv: torch.Tensor

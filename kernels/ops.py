@@ -1,4 +1,4 @@
-"""Operations interface that every backend implements.
+"""Ops: the interface of operations that every backend implements, and `select`, which chooses the backend.
 
 `reference` is plain PyTorch and defines the meaning; tests compare every other backend with it. A model receives an Ops
 and calls nothing else for arithmetic."""

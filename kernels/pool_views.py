@@ -1,4 +1,4 @@
-"""View of one layer in the pool of KV blocks, whether all layers of a model have one shape or not."""
+"""View of one layer's K/V in the pool of KV blocks, whether all layers have the same shape or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV cache in 8 bits: int8 or fp8 (e4m3) numbers with one float32 scale per head and slot.
+"""Quantises K and V to 8 bits (int8 or fp8 e4m3), with one float32 scale per head and slot, and dequantises them.
 
 The scale is max |x| over the largest such number. It follows the `dim` numbers of its vector."""
 

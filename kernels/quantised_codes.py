@@ -1,4 +1,4 @@
-"""Quantised weights as codes and scales; a weight is its code times its scale.
+"""Quantised weights as integer (or fp8) codes with scales (Codes, Levels); a weight is its code times its scale.
 
 Each backend that computes on such weights lays them out in its own form."""
 
@@ -25,7 +25,7 @@ class Levels:
 
     @classmethod
     def laid(cls, parts: Sequence[Levels], outputs: int) -> Levels:
-        """Concatenate parts and reshape them to rows of that many outputs."""
+        """Concatenate parts and reshape them to `outputs` rows."""
         coarse = [part.coarse for part in parts if part.coarse is not None]
         fine = torch.cat([part.fine for part in parts]).view(outputs, -1)
         return cls(fine, torch.cat(coarse).view(outputs, -1) if coarse else None)

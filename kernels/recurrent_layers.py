@@ -1,4 +1,4 @@
-"""Recurrent layers in plain PyTorch, token by token: the meaning against which backends are tested."""
+"""TorchRecurrent: recurrent layers in plain PyTorch, token by token; the reference that other backends must match."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TorchRecurrent(TorchMixerGates):
 
 
 def dense_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return x [T, ...] with what belongs to a token dense: itself where that is so."""
+    """Return x [T, ...] with each token's numbers dense in memory: x itself if they are."""
     if x.is_contiguous():
         return x
     size = 1

@@ -1,4 +1,4 @@
-"""Interface of the operations of recurrent layers that a backend implements."""
+"""RecurrentOps: the interface of recurrent layers' operations (convolution, delta rule, scan, gates) of a backend."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 All other backends are tested against it.
 
-`BatchIndex` builds what depends on the batch alone (gather indices, masks, rows of the rotary tables) at the first
-layer that needs it; all other layers reuse it."""
+`BatchIndex` builds the tensors that depend on the batch alone (gather indices, masks, rows of the rotary tables) at the
+first layer that needs them; all other layers reuse them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token sampling: mask, min_p, top_k and top_p select candidates, and Gumbel noise picks one.
+"""Token sampling in PyTorch: grammar mask, temperature, min_p, top_k and top_p, then one token by Gumbel noise.
 
 Selection depends on values alone, so ties at a boundary are kept together and no device's sort order matters."""
 
@@ -18,7 +18,7 @@ NO_TOKEN = -1
 _GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 _BOUNDS = (256, 4096)
-"""Numbers of most likely tokens that are ranked before the whole vocabulary is sorted."""
+"""How many of the most likely tokens are ranked, one bound after the other, before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NoiseKeys:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return the most likely token is drawn."""
+    """Return whether the most likely token is drawn."""
     return params.temperature < _GREEDY_BELOW
 
 
@@ -83,7 +83,7 @@ def _most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _first_largest(logits: torch.Tensor) -> torch.Tensor:
-    """Return a NaN counts as the largest of all."""
+    """Return the index of each row's largest value, the first of equals; a NaN counts as the largest."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     return torch.from_numpy(logits.numpy().argmax(axis=-1))

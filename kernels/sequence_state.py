@@ -1,4 +1,4 @@
-"""Recurrent state of sequences: where a model keeps it, and which rows a batch reads and writes."""
+"""Recurrent state of sequences: StateLayout, its parts over all layers, and SequenceStates, a batch's rows of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SequenceStates:
     rows: float32 [rows, floats], which steps share. before: int64 [num_seqs], the row that holds a sequence's state
     before its first query token; -1: the sequence starts here, with zeros. after: int64 [num_seqs], the row for its
     state after its last query token; -1: nobody needs it. No row is written that the batch reads or writes otherwise,
-    except in a batch that is `chained`: there a sequence may begin with what the one before it wrote."""
+    except in a batch that is `chained`: there a sequence may begin with the state that the one before it wrote."""
 
     rows: torch.Tensor
     before: torch.Tensor

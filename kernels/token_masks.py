@@ -1,4 +1,4 @@
-"""Bit masks over the vocabulary, applied to logits."""
+"""Bit masks over the vocabulary (tokens that a grammar allows), and their application to logits in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ None allows all tokens; an empty sequence has no masks at all."""
 def keep_only(logits: torch.Tensor, masks: Masks) -> None:
     """Set logits [n, vocab] (float32) outside each row's mask to minus infinity.
 
-    It takes a handful of operations on any device; the masks travel packed."""
+    It takes a few operations on any device; the masks are copied to it packed."""
     rows = [i for i, mask in enumerate(masks) if mask is not None]
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""Asynchronous copy of sampled tokens from the device to the host."""
+"""Readback: asynchronous copy of sampled token ids from the device to the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Readback:
             self._copied.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> list[int]:
-        """Return the values, once they are here: what was given to the stream before them is done then."""
+        """Wait for the copy and return the values; work queued on the stream before them is then done."""
         if self._copied is not None:
             self._copied.synchronize()
         found: list[int] = self._host.tolist()

@@ -1,4 +1,4 @@
-"""Shared PyTorch implementations of operations: dense layers, grouped experts and sampling."""
+"""PyTorch operations that backends share: dense layers, grouped experts, LoRA, logit adjustments and sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised dense layers in the layout of the CPU kernels.
+"""Converts quantised weights (codes with scales) into rows that the CPU kernels multiply: GGUF blocks or int8.
 
 Integers of up to eight bits with a scale for each 32 inputs or more keep their values: as Q4_0, Q5_0 or Q8_0 of GGUF,
 the smallest that holds them, or with one scale per output. All others (fp8, groups of fewer inputs or in an order of

@@ -1,4 +1,4 @@
-"""Access to the compiled extension, which may be absent."""
+"""Access to the compiled CPU extension, which may be absent, and the instruction sets that it runs here."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def instruction_set() -> str | None:
-    """Return the one that `CpuOps` uses unless told otherwise; None without the extension."""
+    """Return the instruction set that `CpuOps` uses by default; None without the extension."""
     return next(iter(instruction_sets()), None)

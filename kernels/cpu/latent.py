@@ -1,4 +1,4 @@
-"""Latent attention of prompts with the compiled CPU kernels, in both forms (`kernels.latent`)."""
+"""Latent attention (MLA) of prompts with the compiled CPU kernels, absorbed or expanded (`kernels.latent`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPAN, _BYTES = 2048, 48 << 20
 
 
 def native(q: torch.Tensor, own: Latent) -> bool:
-    """Return the kernels have both forms: in bfloat16, of dims that are multiples of 32."""
+    """Return whether the kernels have both forms: in bfloat16, for dims that are multiples of 32."""
     dims = (own.rotated, own.plain, own.rank, own.value)
     return q.dtype == torch.bfloat16 and isinstance(own.expand, PackedLinear) and not any(d % _UNIT for d in dims)
 
@@ -34,7 +34,7 @@ def attend_prompts(
     own: Latent,
     out: torch.Tensor,
 ) -> None:
-    """Attend for the rows of `q` [T, heads, rotated + plain] that are no decodes; write `out` [T, heads, value]."""
+    """Attend for the rows of `q` [T, heads, rotated + plain] that are not decodes; write `out` [T, heads, value]."""
     assert isinstance(own.expand, PackedLinear)
     start = plan.num_decodes
     for seq in range(plan.num_decodes, plan.num_seqs):

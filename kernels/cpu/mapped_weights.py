@@ -1,4 +1,4 @@
-"""Packed weights in a file that several processes map and share.
+"""Writes packed CPU weights to a file, and maps that file in other processes, which share one copy.
 
 The file holds the packed panels, then everything else pickled, then a description of its form, then the sizes of the
 three."""

@@ -1,4 +1,4 @@
-"""Operations of the CPU backend."""
+"""CpuOps: the CPU backend's implementation of Ops: attention, norms, activations, sampling on the compiled kernels."""
 
 from __future__ import annotations
 
@@ -245,5 +245,5 @@ class CpuOps(CpuRecurrent, PackedLayers, TorchShared):
 
 
 def _native(q: torch.Tensor, kv_layer: torch.Tensor) -> bool:
-    """Return the compiled kernels have formats for both."""
+    """Return whether the compiled kernels have formats for both."""
     return q.dtype in _DTYPES and kv_layer.dtype != FP8

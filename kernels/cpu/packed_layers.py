@@ -1,4 +1,4 @@
-"""Dense layers with weights packed once for the CPU kernels.
+"""PackedLinear: dense layers whose plain or quantised weights are packed once for the CPU kernels.
 
 They are as fast as PyTorch (oneDNN) or faster for any number of rows (benchmarks/cpu_kernels.py), so the plain weight
 is not kept."""
@@ -75,7 +75,7 @@ class PackedLinearOfHeads:
 
 
 def plain_rows(weight: torch.Tensor) -> StoredRows | None:
-    """Return a bfloat16 weight [out, in] as it is packed; None where it is not."""
+    """Return a bfloat16 weight [out, in] as rows to pack; None if the kernels do not pack it."""
     if weight.dtype != torch.bfloat16 or weight.shape[1] % 2 or not weight.is_contiguous():
         return None
     return StoredRows("BF16", weight.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Recurrent layers on the compiled CPU kernels."""
+"""CpuRecurrent: recurrent layers (convolution, delta rule, state-space scan) on the compiled CPU kernels."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CpuRecurrent(TorchRecurrent):
 
 
 def _native(*tensors: torch.Tensor) -> bool:
-    """Return the compiled kernels have formats for all."""
+    """Return whether the compiled kernels have formats for all."""
     return all(each.dtype in _DTYPES for each in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Recorded decoder step that the extension replays (native/step.h)."""
+"""CpuStep: a whole decoder step that the C++ extension replays in one call (native/step.h), for plain decoders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvferry.kernels.cpu._native import Kernels, Mixer, Step
 
 MAX_ROWS, MAX_DECODES = 512, 128
-"""Most rows of a recorded step, and most decodes among them; larger batches run layer by layer."""
+"""Limits of a recorded step's rows, and of decodes among them; larger batches run layer by layer."""
 _UNIT = 32
 _MAX_HEAD_DIM = 512
 _MAX_GROUP = 16

@@ -1,4 +1,4 @@
-"""Layers of a recorded step, as the extension takes them."""
+"""StepLayers: adds a decoder's layers to the C++ extension's step, unless it cannot replay one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton backend for CUDA devices, and for CPU tensors under Triton's interpreter in tests.
+"""Triton backend for CUDA devices (TritonOps); tests also run it on CPU tensors under Triton's interpreter.
 
 Importing this package imports Triton; nothing else in the project does. Kernels run on the current CUDA device.
 """
@@ -47,7 +47,7 @@ from kvferry.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Facts of a layer that decide its launches. coded: K/V is in 8 bits. amd: on a GPU of AMD."""
+    """Facts of a layer that decide its launches. coded: K/V is in 8 bits. amd: the GPU is AMD's."""
 
     heads: int
     kv_heads: int
@@ -103,7 +103,7 @@ class TritonOps(TritonRecurrent, TorchShared):
         self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """Capture steps of every form, except experts that run one by one: the host reads which those are."""
+        """Capture steps of every form, except with experts that run one by one, whose token counts the host reads."""
         read = any(isinstance(layer.mlp, Experts) and layer.mlp.grouped is None for layer in form.layers)
         return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture)
 

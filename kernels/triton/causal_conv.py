@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel for the depthwise convolution of recurrent layers."""
+"""Triton kernel for the causal depthwise convolution of recurrent layers, over prompts and decodes."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ CHANNELS, TOKENS = 64, 32
 
 @triton.jit
 def begins_chain(before, after, seq, least):
-    """Return whether a sequence, from number `least` on, does not begin with what the one before it leaves."""
+    """Return whether a sequence does not continue the state of the one before it; `least`: the first sequence."""
     row = tl.load(before + seq)
     left = tl.load(after + seq - 1, mask=seq > least, other=-2)
     return (row < 0) | (row != left)
@@ -22,7 +22,7 @@ def begins_chain(before, after, seq, least):
 
 @triton.jit
 def goes_on(before, after, seq, seqs):
-    """Return whether the sequence after this one begins with what this one leaves."""
+    """Return whether the next sequence begins with the state that this one leaves."""
     row = tl.load(before + seq + 1, mask=seq + 1 < seqs, other=-1)
     return (row >= 0) & (row == tl.load(after + seq))
 
@@ -48,7 +48,7 @@ def causal_conv_kernel(
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (sequence, channels): convolve, and the sequences that go on from it. KEPT: WIDTH as a power of two."""
+    """Program (sequence, channels): convolve it and the sequences that continue it. KEPT: WIDTH as a power of two."""
     seq = tl.program_id(0)
     if not begins_chain(before, after, seq, 0):
         return
@@ -101,7 +101,7 @@ def causal_conv(
     *,
     silu: bool,
 ) -> torch.Tensor:
-    """As `kernels.recurrent_ops.RecurrentOps.causal_conv`."""
+    """Implement `kernels.recurrent_ops.RecurrentOps.causal_conv`."""
     assert plan.states is not None, "a batch of a recurrent model needs states"
     channels, width = weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()

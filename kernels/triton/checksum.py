@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel for XXH3 checksums of many blocks at memory speed.
+"""Triton kernel for XXH3 checksums of many KV blocks in GPU memory, equal to the xxhash library's.
 
 It computes the 64-bit XXH3 without a seed, equal to the xxhash library's on a CPU (algorithm for inputs over 240 bytes:
 Collet, "xxHash fast digest algorithm", version 0.8). The accumulators are scrambled once a KiB, but what a KiB adds to

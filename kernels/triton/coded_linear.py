@@ -1,4 +1,4 @@
-"""Dense layers with quantised weights on Triton."""
+"""CodedLinear: a dense layer over quantised weights (CodedForm) on the Triton kernels."""
 
 from __future__ import annotations
 

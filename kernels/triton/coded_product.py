@@ -23,9 +23,9 @@ ORDERED = CAPTURED_ROWS[-1]
 _SUMS = 32
 """Sums of inputs that a program makes."""
 _UNROLLED_INPUTS = 128
-"""Most inputs of a loop step that consists of several short tiles."""
+"""Maximum number of inputs of a loop step that consists of several short tiles."""
 _BAND = 8
-"""Tiles of rows that go through the outputs side by side, so that the cache keeps what they read."""
+"""Tiles of rows that go through the outputs side by side, so that the weights they read stay in the cache."""
 
 
 @triton.jit(do_not_specialize=["rows", "share"])

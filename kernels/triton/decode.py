@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel for paged decode attention with split KV: several programs per sequence, merged afterwards."""
+"""Triton kernel for paged decode attention, each sequence split among several programs (split KV, flash-decoding)."""
 
 import torch
 import triton

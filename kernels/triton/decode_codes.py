@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Triton helpers that decode weight codes, scales and minima in registers."""
+"""Triton helpers that decode quantised weights in registers: 4-, 6- and 8-bit codes, e2m1, e4m3, scales and minima."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ E4M3 = "E4M3"
 
 
 def _integers(shift: int, offset: str) -> tl.constexpr:
-    """Return the instruction that makes a bfloat16 of four bits: beside 0x43 they are 128 plus their value."""
+    """Return the instructions that make a bfloat16 of four bits: beside 0x43 they are 128 plus their value."""
     return tl.constexpr(f"""{{
         .reg .b32 low, pair, offset;
         shr.b32 low, $2, {shift};
@@ -25,7 +25,7 @@ def _integers(shift: int, offset: str) -> tl.constexpr:
 
 
 def _floats(shift: int) -> tl.constexpr:
-    """Return the same for `float4` in bfloat16, whose exponents have an offset of 127."""
+    """Return the instructions that make bfloat16 of e2m1 (as `float4`); its exponents have an offset of 127."""
     pair = """
         prmt.b32 pair, low, 0, {select};
         shl.b32 sign, pair, 12;

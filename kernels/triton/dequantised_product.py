@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Products of many rows with quantised weights: dequantises into 16-bit scratch memory, then calls cuBLAS.
+"""Products of many rows with quantised weights: dequantises them into 16-bit scratch memory, then calls cuBLAS.
 
-Weights are rounded to the format of the activations."""
+The scratch weights are rounded to the format of the activations."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Hardware features of the target GPU: maker, native e4m3, bfloat16 and tf32 arithmetic."""
+"""Hardware features of the target GPU that kernels depend on: maker, native e4m3, bfloat16 and tf32 arithmetic."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined"
-"""Triton helpers for 8-bit numbers: conversion and rounding of int8 and e4m3.
+"""Triton helpers for K and V in 8 bits: conversion and rounding of int8 and e4m3, and their scales.
 
 PEAK is the largest number, 127 for int8 and 448 for e4m3. If BY_HARDWARE is false, e4m3 is decoded from its bits, since
 not every GPU converts it."""
@@ -23,7 +23,7 @@ def half(bits):
 
 @triton.jit
 def number(code, PEAK: tl.constexpr):
-    """Return the number that a code stands for, over its scale as `scales_of` has it."""
+    """Return the number that a code stands for, divided by its scale as `scales_of` returns it."""
     if PEAK == BY_HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif PEAK == 448:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernels for RMSNorm, with or without residual, and activations with and without a gate."""
+"""Triton kernels for RMSNorm, with or without residual, and for activations with and without a gate."""
 
 from math import inf
 

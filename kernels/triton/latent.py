@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel for latent attention in absorbed form, with split KV.
+"""Triton kernel for latent attention (MLA) in absorbed form, with split KV.
 
 One vector per position is the key of all heads. Its part after the rotated dims is their value."""
 
@@ -38,7 +38,7 @@ def attend_latents(
     PRECISION: tl.constexpr,
     PEAK: tl.constexpr,
 ):
-    """Attend like `softmax.attend`, for rows that see all of [begin, end)."""
+    """Attend like `online_softmax.attend`, for rows that see all of [begin, end)."""
     first, rest = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
     for start in range(begin, end, KEYS):
         width = ROTATED + RANK + 4 if PEAK else stride_slot

@@ -1,7 +1,7 @@
-"""Latent attention of a mixed batch on Triton.
+"""LatentBatch: latent attention (MLA) of a mixed batch on Triton: absorbed for decodes, expanded for long chunks.
 
-Decodes and short chunks attend in latent space, token by token. Longer chunks attend to expanded keys and values, of as
-many heads at once as a limit allows."""
+Decodes and short chunks attend in latent space, token by token. Longer chunks attend to expanded keys and values, for
+as many heads at once as MOST_BYTES allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvferry.kernels.triton.tile_sizes import LATENT_PARTS, Tile, amd_tile, late
 from kvferry.protocol.layout import blocks_for
 
 MOST_BYTES = 512 << 20
-"""Bytes of expanded keys and values at once, or else those of one head. Intermediate results take up to twice that."""
+"""Limit of expanded keys and values in memory, but at least one head's. Intermediate results take up to twice that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _over_made(q: torch.Tensor, kv_layer: torch.Tensor, chunks: Chunks, scale: f
 
 
 def heads_at_once(positions: int, q: torch.Tensor, own: Latent) -> int:
-    """Return for how many heads keys and values of so many positions are expanded at once."""
+    """Return for how many heads the keys and values of `positions` positions are expanded at once."""
     heads = q.shape[1]
     each = positions * 2 * max(own.rotated + own.plain, own.value) * q.element_size()
     parts = -(-heads // max(1, MOST_BYTES // each))

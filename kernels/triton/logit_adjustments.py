@@ -162,7 +162,7 @@ class Adjuster:
         return place
 
     def _forget_unknown(self, place: _Place, adjustments: Adjustments) -> None:
-        """Count anew if a token of a step that failed was counted."""
+        """Reset the counts if a token of a step that failed was counted."""
         if place.upto > max(len(adjustments.token_ids), _first(adjustments)):
             self._counts[place.row].zero_()
             place.upto = _first(adjustments)

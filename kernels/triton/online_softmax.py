@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Inner loop of prefill and decode attention: online softmax over pages of K and V.
+"""Inner loop of Triton's prefill and decode attention: online softmax over pages of K and V (FlashAttention).
 
 The running softmax is that of Milakov and Gimelshein (2018) as used by FlashAttention (Dao et al. 2022), in base two.
 """

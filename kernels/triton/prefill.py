@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel for paged causal attention of prompt chunks."""
+"""Triton kernel for paged causal attention of prompt chunks, with sliding windows, soft caps and sinks."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Recurrent layers on the Triton kernels."""
+"""TritonRecurrent: recurrent layers on the Triton kernels: decodes token by token, prompts in chunks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel for recurrent layers in chunks of tokens, whose work is products of matrices.
+"""Triton kernel for recurrent layers (gated delta rule, Mamba 2) of prompts, in chunks of tokens by matrix products.
 
 The gated delta rule (Yang et al. 2024, section 3) and the state-space scan (Dao and Gu 2024, section 6) are one
 recurrence, as `cpu/native/chunked.h` says: keys, queries, and changes of the state."""
@@ -84,7 +84,7 @@ def chunks_kernel(
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (sequence, head, columns): compute it, and the sequences that go on from it. SOLVE: the delta rule."""
+    """Program (sequence, head, columns): compute it and the sequences that continue it. SOLVE: the delta rule."""
     seq, head = tl.program_id(0) + skipped, tl.program_id(1)
     if not begins_chain(before, after, seq, skipped):
         return
@@ -141,7 +141,7 @@ def chunks_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """What a layer's chunks are made of. Tensors are dense after their tokens.
+    """Inputs of a layer's chunks. Tensors are dense after their tokens.
 
     keys, queries: [T, key heads, K], each serving heads / key heads neighbours of values [T, heads, V]. logs: float32
     [T, heads]. A scan has rates [heads], `direct` [heads] or None, and states [rows, heads, V, K]; the delta rule has
@@ -158,7 +158,7 @@ class Chunked:
 
 
 def chunks(layer: Chunked, plan: BatchPlan, skipped: int, out: torch.Tensor) -> None:
-    """Compute the plan's sequences but for the first `skipped`."""
+    """Compute the plan's sequences, except the first `skipped`."""
     assert plan.states is not None, "a batch of a recurrent model needs states"
     keys, values, solve = layer.keys, layer.values, layer.beta is not None
     (heads, v_dim), k_dim, logs = values.shape[1:], keys.shape[2], layer.logs

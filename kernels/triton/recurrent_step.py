@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernels for recurrent layers token by token: for decodes, and for Mamba 1."""
+"""Triton kernels for recurrent layers token by token: for decodes, and for Mamba 1's prompts."""
 
 import torch
 import triton
@@ -50,7 +50,7 @@ def delta_step_kernel(
     BLOCK_V: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Program (sequence, head, columns): compute it, and the sequences that go on from it."""
+    """Program (sequence, head, columns): compute it and the sequences that continue it."""
     seq, head = tl.program_id(0), tl.program_id(1)
     if not begins_chain(before, after, seq, 0):
         return

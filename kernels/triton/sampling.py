@@ -19,7 +19,7 @@ from kvferry.protocol.sampling import SamplingParams
 
 _TILE = 4096
 _MOST_TILES = 256
-"""Most tiles of a vocabulary: a byte holds a tile's number."""
+"""Maximum number of tiles of a vocabulary: a byte holds a tile's number."""
 _LEAST = tl.constexpr(-(1 << 31))
 _NONE = tl.constexpr(-1)
 _MARGIN = tl.constexpr(1.0001)
@@ -60,7 +60,7 @@ def search_lanes(peak, live, best, wanted, MASS: tl.constexpr):
 
 @triton.jit
 def search(values, lane, held, depth, first, best, wanted, MASS: tl.constexpr, TILE: tl.constexpr):
-    """Do what `search_lanes` does over all values of the lanes, two bits of the threshold a pass.
+    """Search as `search_lanes` does, over all values of the lanes, two bits of the threshold a pass.
 
     A lane's values are values[lane], values[TILE + lane], .., as long as their order is not below `first`."""
     found = _LEAST + tl.full([], 0, tl.int64)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Split-KV division of sequences among programs: the parts, their partial results and the merge.
+"""Split-KV division of sequences among programs: the parts, their partial results and the merge (flash-decoding).
 
 A batch has a budget of parts, and the device divides it by the lengths that it reads (Flash-Decoding, Dao et al. 2023,
 with FlashInfer's division by work). A long sequence among short ones gets most of it, and a captured step divides anew
@@ -114,8 +114,8 @@ class Division:
     """Parts of a batch's sequences, divided on the device once for all layers.
 
     total_len: int32 [sequences], positions that each attends to, within the window (`protocol.attention_window`). keys:
-    positions of a tile. spare: parts beyond one per sequence. items, spans: written by `divide_kernel`. count: most
-    parts."""
+    positions of a tile. spare: parts beyond one per sequence. items, spans: written by `divide_kernel`. count: maximum
+    number of parts."""
 
     def __init__(self, total_len: torch.Tensor, keys: int, spare: int, window: int = 0) -> None:
         num_seqs = len(total_len)
