@@ -1,3 +1,3 @@
-"""Cluster simulator on a virtual clock, with the real placement, registry and block index.
+"""Cluster simulator on a virtual clock: the real placement, registry and block index, with modelled nodes.
 
 It uses no sockets and no torch."""

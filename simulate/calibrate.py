@@ -1,4 +1,4 @@
-"""Calibration of the simulated hardware model from the leases of a running cluster."""
+"""`calibrated`: sets the simulated hardware model (Machine) from the leases of a running cluster's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that an option's value is one of the known names."""
+"""`check_known`: raises ConfigError unless an option's value is one of the known names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual clock and event queue of a simulation."""
+"""Clock: virtual clock and event queue of a simulation, which jumps from one event to the next."""
 
 from __future__ import annotations
 

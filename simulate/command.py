@@ -1,4 +1,4 @@
-"""Implementation of `kvferry simulate`: runs each workload under each policy and prints the results."""
+"""`kvferry simulate`: runs each workload or a trace under each routing policy, and prints and plots the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of routing policies on the same traces, with the standard cases."""
+"""`simulated`: runs one routing policy on one trace; the standard workloads with their rates, and the policies."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
 
 
 def losses_of(count: int, trace: Sequence[Scenario], rate: float) -> list[Loss]:
-    """Return so many losses, spread over the time in which the trace's requests arrive."""
+    """Return `count` losses of nodes, spread over the time in which the trace's requests arrive."""
     span_s = len(trace) / rate
     roles = ("prefill", "decode")
     return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]

@@ -1,4 +1,4 @@
-"""CPU cores shared by several simulated nodes, which slow each other down."""
+"""Cores: CPU cores that a prefill and a decode node share in the simulation, so that each slows the other down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction policies that the simulator compares with the engine's own: GDSF, S3-FIFO and others by name.
+"""Eviction policies that the simulator compares with the engine's own: LRU, SLRU, GDSF and S3-FIFO, by name.
 
 Each replaces a pool's `ValueEviction`. A block with children in the pool is never evicted: chains are evicted from
 their tails."""

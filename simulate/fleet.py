@@ -1,4 +1,4 @@
-"""All nodes of a simulated cluster, with their leases and index rows."""
+"""Fleet: all nodes of a simulated cluster, which renew their leases and write their blocks to the index; Shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue of grant requests at a simulated decode node."""
+"""Grants: queue of grant requests at a simulated decode node, which get blocks and slots in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing policy of kvferry itself: the real node table, index and placement on the virtual clock."""
+"""KvferryPolicy: kvferry's own routing in a simulation: the real node table, index and placement."""
 
 from __future__ import annotations
 
@@ -129,11 +129,11 @@ class KvferryPolicy:
         return Choice(prefill, decode)
 
     def _before(self, ask: Scenario) -> int:
-        """Return the requests of the window that this one cannot take: patient ones give way to all others."""
+        """Return how many placed requests come before this one: patient requests give way to all others."""
         return self._taken[ask.model, False] + (self._taken[ask.model, True] if ask.patient else 0)
 
     def _request(self, run: Run, cluster: ModelCluster) -> RequestTargets:
-        """Return the targets of a new request, or what lets it give way to those of others."""
+        """Return a new request's targets; one without targets can be displaced by requests that have them."""
         ask, now = run.ask, run.arrived
         first_by = inf if self._targets is None or ask.patient else now + self._targets.first_s(run)
         call = RequestContext(
@@ -147,7 +147,7 @@ class KvferryPolicy:
         return self._targets.itl_s if self._targets and ask.output_len > 1 and not ask.patient else inf
 
     def _leave(self, run: Run) -> None:
-        """Release what a displaced request holds; it waits until `displaced` tells of it."""
+        """Release all that a displaced request holds; `displaced` then reports it."""
         self._release(run)
         self._displaced.append(run)
 

@@ -1,4 +1,4 @@
-"""Hardware model of one simulated node (`Machine`): rates of compute, link and tiers, and pool sizes."""
+"""Machine: hardware model of one simulated node: rates of compute, link and tiers, and pool sizes."""
 
 from __future__ import annotations
 

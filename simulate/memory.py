@@ -1,4 +1,4 @@
-"""Block pool of a simulated node, built on the engine's own pool and ledger."""
+"""Memory: KV block pool of a simulated node, built on the engine's own pool and ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of request traces in Mooncake's published format.
+"""`read_trace`: reads request traces in Mooncake's published format (JSON lines with hash ids).
 
 Each JSON line has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. There is one hash id per
 512 prompt tokens; equal ids mean that the prompts are equal up to there."""

@@ -1,4 +1,4 @@
-"""Simulated node: a prompt queue, a decode batch, a block pool, tiers and a link."""
+"""Node: simulated prefill or decode node: a prompt queue, a decode batch, a block pool, tiers and a link."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Routing policies of other routers, such as those of SGLang and llm-d, by their published rules and weights.
+"""Routing policies to compare with: round robin, least load, power of two, affinity, SGLang's and llm-d's.
 
-They are better informed than the originals: each sees the current queues of all nodes, not scraped ones."""
+They follow the published rules and weights. They are better informed than the originals: each sees the current queues
+of all nodes, not scraped ones."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class Counting:
         """Ignored: these policies poll nothing."""
 
     def displaced(self) -> Sequence[Run]:
-        """Return nothing: these policies let nothing give way."""
+        """Return nothing: these policies displace no requests."""
         return ()
 
     def lost(self, node: Node) -> None:

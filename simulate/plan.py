@@ -125,7 +125,7 @@ SPREAD = 0.4
 def checks(
     need: Need, machine: Machine, goal: Goal, requests: int, seed: int, say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[int, int, Figures]]:  # fmt: skip
-    """Simulate fleets from the guess on and yield (prefill, decode, results); the last is the smallest enough.
+    """Simulate fleets from the guess on and yield (prefill, decode, results); the last is the smallest that is enough.
 
     While the goal is missed, it adds nodes of the role whose half of the goal is missed by more. Then it removes nodes,
     one role after the other, while the goal is still met. say: called with progress. Raises ConfigError if no fleet is
@@ -173,7 +173,7 @@ def _more(nodes: tuple[int, int], found: Figures, goal: Goal) -> tuple[int, int]
 
 
 def _step(count: int) -> int:
-    """Return by how many nodes of a role two tries differ."""
+    """Return the number of nodes to add or remove between two tries."""
     return max(1, count // 10)
 
 

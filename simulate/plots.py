@@ -1,4 +1,4 @@
-"""Tables and plots of simulation results, as medians over seeds."""
+"""Markdown tables and an SVG plot of simulation results, as medians over seeds."""
 
 from __future__ import annotations
 

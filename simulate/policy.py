@@ -1,4 +1,4 @@
-"""Interface of routing policies in a simulation."""
+"""Policy: interface of routing policies in a simulation: chooses nodes and hears of each request's progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """Routing policy, which is told of each request's progress."""
+    """Routing policy, which is notified of each request's progress."""
 
     def enter(self, fleet: Fleet) -> None:
         """Start with the fleet; called once, first."""

@@ -1,4 +1,4 @@
-"""Progress lines of a running simulation."""
+"""SimulationProgress: prints how many requests of a running simulation have ended."""
 
 from __future__ import annotations
 

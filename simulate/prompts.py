@@ -1,4 +1,4 @@
-"""Prompt queue of a simulated node, in the engine's order."""
+"""Prompts: prompt queue of a simulated node, in the engine's fair-queuing order."""
 
 from __future__ import annotations
 

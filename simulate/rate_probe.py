@@ -1,4 +1,4 @@
-"""Measures a running cluster by requests for the rates that leases do not contain (`--probe`).
+"""Measures a running cluster by requests to its router, for the rates that leases do not contain (`--probe`).
 
 A few requests to an idle cluster measure the fixed cost of a request, the step time that each stream adds, and how
 prompts and streams slow each other down."""

@@ -1,4 +1,4 @@
-"""Builds the lease that a simulated node writes to the simulated registry."""
+"""`lease_of`: builds the lease that a simulated node writes to the simulated registry."""
 
 from __future__ import annotations
 

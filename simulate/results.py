@@ -1,4 +1,4 @@
-"""Results of a simulation: latency percentiles, goodput, hit rate and balance."""
+"""Figures: results of a simulation (latency percentiles, goodput, hit rate, balance), and Goal, the latency goal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a simulated trace, and the state of a request while it runs."""
+"""Scenario, one request of a simulated trace, and RunOf, its state while it runs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ PROTECTED = 20
 
 
 class WithoutSessions:
-    """Common part of orders of eviction that know no sessions."""
+    """Base of eviction policies that ignore sessions."""
 
     def __init__(self) -> None:
         self.stats = IdleStats()
@@ -39,9 +39,9 @@ class WithoutSessions:
 class SegmentedLru(WithoutSessions):
     """Segmented LRU (Karedla et al., 1994).
 
-    Blocks that were reused are evicted after the others; at most `protected` count as such. Among equals the one
-    idle for longest is evicted first. Users of a block also use those before it and release it first, so it is evicted
-    before its parent. `protected` 0: LRU."""
+    Blocks that were reused are evicted after all other blocks; at most `protected` count as reused. Among equals the
+    one idle for longest is evicted first. Users of a block also use those before it and release it first, so it is
+    evicted before its parent. `protected` 0: LRU."""
 
     def __init__(self, protected: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decode batch of a simulated node, advanced in equal steps until it changes."""
+"""Streams: decode batch of a simulated node, advanced in equal steps until the batch changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Streams:
         heapify(self._ends)
 
     def go_on(self, steps: float) -> None:
-        """Advance all streams by so many steps."""
+        """Advance all streams by `steps` steps."""
         self.steps += steps
         self.context += steps * len(self._ends)
 
@@ -68,5 +68,5 @@ class Streams:
         return here
 
     def _deliver(self, end: float, run: Run) -> None:
-        """Count the tokens of a stream that would end after so many steps."""
+        """Count the tokens of a stream that would end when `steps` reaches `end`."""
         run.delivered = run.ask.output_len - math.ceil(end - self.steps - NEAR)

@@ -1,4 +1,4 @@
-"""KV tiers of a simulated node: the real catalog with modelled read times."""
+"""Tiers: host and disk KV tiers of a simulated node: the real catalog with modelled read times."""
 
 from __future__ import annotations
 

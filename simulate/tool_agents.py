@@ -1,4 +1,4 @@
-"""Synthetic workloads of agents: tool calls with pauses of 1 to 60 s, beside requests that come once."""
+"""Synthetic workloads of agents, for the simulator: tool calls with pauses of 1 to 60 s, and single requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds synthetic request traces for the simulator: pieces of text, their hashes, random times and lengths."""
+"""Writer: builds synthetic request traces for the simulator: pieces of text, their hashes, random times and lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synthetic workloads: seeded generators of request traces."""
+"""WORKLOADS: the simulator's synthetic workloads, seeded generators of request traces, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulation of one trace on one cluster under one routing policy."""
+"""World: simulation of one trace on one cluster under one policy, with clients, router and lost nodes."""
 
 from __future__ import annotations
 
