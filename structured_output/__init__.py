@@ -1,1 +1,1 @@
-"""Structured output: grammars as text, and matchers that tell which tokens may come next."""
+"""Structured output: grammars as text, their validation, and matchers that say which tokens may come next."""

@@ -1,7 +1,7 @@
-"""Thread pool for grammar compilation.
+"""CompileThreads: thread pool for grammar compilation and masks, in which slow jobs continue at low priority.
 
-A slow job continues at low priority while another thread takes the next jobs, so that no job waits behind a hostile
-grammar. Under a flood of short jobs the threads run at low priority, too."""
+Meanwhile another thread takes the next jobs, so that no job waits behind a hostile grammar. Under a flood of short
+jobs the threads run at low priority, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced end of a structured output before max_tokens: steers along a short path to a valid end.
+"""ForcedEnd: ends a structured output before max_tokens cuts it, along a short path to a valid end.
 
 For JSON it closes open brackets and writes required values as short as the schema allows. It also ends a tool call
 around the JSON. The path depends on the matcher's state only. Free text is not steered: it may be cut anywhere.
@@ -20,7 +20,7 @@ LAST = 64
 SPARE = 4
 """Tokens to spare when an output begins to close: a token drawn freely may have made the path longer."""
 PART = 16
-"""Tokens beyond SPARE that an object or array may need: with fewer left, none begins where another value will do."""
+"""Tokens beyond SPARE that an object or array may need: with fewer left, none begins if another value is allowed."""
 _TEXT = 4096
 """Number of allowed tokens above which the output is within a JSON string, where brackets close nothing."""
 _FEW = 512
@@ -96,10 +96,10 @@ class ForcedEnd:
 
 
 def _goes_on(matcher: Matcher, marks: Marks, bits: array[int], spare: int) -> bool:
-    """Return whether an output that may end here can go on and still end in time.
+    """Return whether an output that may end here can continue and still end in time.
 
-    A number may have more digits, and a call may follow a call. bits: the tokens with which it may go on. If there are
-    none, True unless no token is to spare, so that every node that continues the output decides alike."""
+    A number may have more digits, and a call may follow a call. bits: the tokens with which it may continue. If there
+    are none, True unless no token is to spare, so that every node that continues the output decides alike."""
     token = _choose(bits, marks)
     if token is None:
         return spare > 0

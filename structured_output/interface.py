@@ -1,4 +1,4 @@
-"""Interface to a grammar library: compile, mask, accept, rollback, and forced end.
+"""Interface to a grammar library: Compiler makes a Matcher, which masks, accepts, rolls back, and forces an end.
 
 `structured_output/llguidance_backend.py` implements it; tests have another (tests/listed_grammars.py)."""
 

@@ -1,4 +1,4 @@
-"""Builders of Lark grammar text: literals, special tokens, JSON schemas.
+"""Builders of Lark grammar text (llguidance's dialect): literals, special tokens, JSON schemas, regular expressions.
 
 Example: a grammar of kind `lark` for a tool call in a model's own syntax:
 

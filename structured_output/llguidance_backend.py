@@ -1,4 +1,4 @@
-"""llguidance backend: compiles grammars and advances matchers token by token.
+"""LlguidanceBackend: compiles grammars by the llguidance library, and advances matchers token by token.
 
 It was chosen over xgrammar, which needs torch and transformers (routers check grammars, too), takes up to 20 s to
 compile a schema of a hundred lines, and ignores keywords that it cannot enforce.
@@ -22,17 +22,17 @@ from kvferry.structured_output.to_lark import lark_of
 from kvferry.structured_output.vocabulary import Vocabulary
 
 MAX_LEXER_STATES = 50_000
-"""Most lazily built states of all regular expressions of a grammar, 1 to 2 kB each."""
+"""Limit of lazily built states of all regular expressions of a grammar, 1 to 2 kB each."""
 MAX_GRAMMAR_SIZE = 200_000
-"""Most symbols in a grammar's rules."""
+"""Limit of symbols in a grammar's rules."""
 MAX_LEXER_WORK = 1_000_000
-"""Most steps to build a grammar's regular expressions (about 20 ms)."""
+"""Limit of steps to build a grammar's regular expressions (about 20 ms)."""
 KEPT = 128
-"""Most compiled grammars in the cache, 0.1 to 2 MB each."""
+"""Maximum number of compiled grammars in the cache, 0.1 to 2 MB each."""
 MAX_STEP_LEXER_WORK = 100_000
-"""Most regular-expression steps of one mask (about 7 ms)."""
+"""Limit of regular-expression steps for one mask (about 7 ms)."""
 MAX_STEP_ITEMS = 20_000
-"""Most parser items of one mask (about 10 ms)."""
+"""Limit of parser items for one mask (about 10 ms)."""
 
 
 class LlguidanceBackend:

@@ -1,4 +1,4 @@
-"""Rollback of matchers whose grammar counts tokens (`max_tokens=`, `stop=`), which the library cannot roll back."""
+"""Rollback by replay, for matchers whose grammar counts tokens (`max_tokens=`, `stop=`), which llguidance lacks."""
 
 from __future__ import annotations
 

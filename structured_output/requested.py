@@ -1,4 +1,4 @@
-"""Grammars as clients ask for them, in the form of vLLM's structured_outputs."""
+"""Parses the grammars that clients ask for, in the form of vLLM's structured_outputs, into Grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structural tags: constrained regions of an output, in two client notations.
+"""Structural tags: translates constrained regions of an output, in two client notations, into Lark text.
 
     {"type": "structural_tag", "triggers": [text], "structures": [{"begin": text, "schema": ..., "end": text}]}
 

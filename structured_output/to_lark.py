@@ -1,4 +1,4 @@
-"""Translation of every grammar kind into Lark text."""
+"""`lark_of`: translates every kind of grammar (JSON schema, regex, choice, EBNF, …) into Lark text, within limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_EBNF = 64 * 1024
 MAX_DEPTH = 64
 """Deepest nesting of a JSON value, or of brackets in a regular expression or grammar, in levels."""
 MAX_CHOICES = 10_000
-"""Most texts of a `choice` grammar."""
+"""Maximum number of texts of a `choice` grammar."""
 MAX_WHITESPACE = 1024
 """Longest regular expression for blanks between JSON's tokens, in characters."""
 

@@ -1,4 +1,4 @@
-"""Trial of a grammar against the clock: compiles it and draws some output by it.
+"""`check`: tries a grammar against the clock: compiles it and draws some output by it, within CPU time limits.
 
 Times are CPU seconds of the calling thread, so other load on the machine does not count against a grammar.
 """
@@ -14,9 +14,9 @@ from kvferry.protocol.work import Grammar
 from kvferry.structured_output.interface import Bits, Compiler, Matcher, empty_mask, without, words_for
 
 COMPILE_S = 2.0
-"""Most CPU time to compile a grammar, in seconds."""
+"""Limit of CPU time to compile a grammar, in seconds."""
 TOKEN_S = 0.1
-"""Most CPU time for each token of the output, in seconds."""
+"""Limit of CPU time for each token of the output, in seconds."""
 TOKENS = 48
 """Longest trial output, in tokens."""
 

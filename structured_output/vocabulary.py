@@ -1,4 +1,4 @@
-"""Vocabulary facts of a model that a grammar compiler needs."""
+"""Vocabulary: the tokenizer and token ids of a model that a grammar compiler needs."""
 
 from __future__ import annotations
 
