@@ -1,4 +1,4 @@
-"""LoRA adapters of a decoder: read from PEFT's safetensors, checked against the model, placed on its device."""
+"""LoRA adapters of a decoder: read from PEFT's safetensors, checked against the model, and placed on its device."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ _Layer = defaultdict[str, list[LowRank]]
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Place of a target's outputs.
+    """Place of a target's outputs among those of a dense layer.
 
-    The dense layer (see `Layers`), the first output, sizes, and the factor that is folded into its weights. outputs: of
-    each of the layers that are fused here. All are those of one rank, which has a part of the inputs or of each of the
-    outputs."""
+    layer: the dense layer (see `Layers`). first: its first output. outputs: sizes of the layers that are fused here.
+    factor: folded into the weights. All sizes are of one rank, which has a part of the inputs or of the outputs."""
 
     layer: str
     first: int
@@ -102,7 +101,7 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
 
 
 def _layer_sites(config: DecoderConfig, index: int) -> dict[str, _Site]:
-    """Return the sites of a layer. One that reads another layer's K/V has none for them; one whose V is K's has K's."""
+    """Return the sites of a layer. Without K/V of its own it has none for K and V; if V is K, it has only that of K."""
     if (shapes := config.shapes) is None:
         return _sites(config)
     width, dim, heads = shapes.widths[index], shapes.head_dims[index], shapes.kv_heads[index]

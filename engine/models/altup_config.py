@@ -1,4 +1,4 @@
-"""Settings of Gemma 3n's layers in a config.json: streams, learned residual and sparsity."""
+"""AltUpConfig: settings of Gemma 3n's AltUp streams, learned residual and sparse MLPs, parsed from a config.json."""
 
 from __future__ import annotations
 

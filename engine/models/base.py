@@ -1,4 +1,4 @@
-"""Model interface of the runner, and the model facts that size the engine."""
+"""Interface of models that the runner calls (Model, ModelInfo), and forward passes that are suspended or abandoned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SuspendedPass:
     residual: torch.Tensor
 
     def of(self, rows: Sequence[int]) -> SuspendedPass:
-        """Return the same of some of the tokens."""
+        """Return the pass of some of its tokens."""
         kept = torch.tensor(rows, dtype=torch.int64, device=self.x.device)
         return SuspendedPass(self.layer, self.x[kept], self.residual[kept])
 
@@ -103,9 +103,9 @@ class Model(Computing, Protocol):
     ) -> torch.Tensor:
         """Return hidden states [T, hidden] after the final norm, of token_ids int64 [T]; write the tokens' K/V.
 
-        They go into the pool `kv`, in the shape of `KVLayout`. Prompts ask between layers whether they
-        are still wanted; if not, it raises Unwanted, with K/V of some layers written. If that has `halfway`, a pass of
-        all or some of these tokens can continue from there."""
+        They go into the pool `kv`, in the shape of `KVLayout`. Prompts ask between layers whether they are still
+        wanted; if not, it raises ForwardAbandoned, with K/V of some layers written. If that error has `halfway`, a
+        pass of all or some of these tokens can continue from there."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [n, vocab_size] of hidden states [n, hidden]."""

@@ -1,4 +1,4 @@
-"""Decoder configuration of the Llama family, parsed from a config.json in old and new spellings."""
+"""DecoderConfig: configuration of our own decoder for all its families, parsed from a config.json."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Temperature:
 
 
 def parse_temperature(config: dict[str, Any]) -> Temperature | None:
-    """Return Llama 4's settings, of its layers that do not rotate; None without. Raises ConfigError."""
+    """Return the temperature of Llama 4's layers that do not rotate; None without. Raises ConfigError."""
     if not config.get("attn_temperature_tuning", True):
         return None
     scale = config.get("attn_scale", 0.1)
@@ -54,7 +54,7 @@ def parse_temperature(config: dict[str, Any]) -> Temperature | None:
 
 
 def rope_temperature(rope: dict[str, Any], original: int) -> Temperature | None:
-    """Return Ministral 3's settings, from those of its rotation; None without. original: context before stretching.
+    """Return Ministral 3's temperature, from its rotary settings; None without. original: context before stretching.
 
     Raises ConfigError."""
     scale = number_or(rope, "llama_4_scaling_beta", 0.0)
@@ -127,7 +127,7 @@ class DecoderConfig:
         return self.num_layers if self.hybrid is None else self.hybrid.attending
 
     def kept(self, index: int) -> tuple[float, float] | None:
-        """Return the factors of a layer's residuals that are outputs of norms (see `LayerForm`); None: others are."""
+        """Return the factors of a layer's residuals, if these are outputs of norms (see `LayerForm`); else None."""
         if self.residuals is None or self.hybrid is None:
             return None
         attention, mixer, mlp = self.residuals

@@ -1,4 +1,4 @@
-"""Decoder of the Llama family and its relatives, driven by its config.
+"""Decoder: our own decoder of the Llama family and its relatives, driven by a DecoderConfig; implements Model.
 
 It stacks embedding, layers of attention or recurrent mixers and gated MLP or experts, and a final norm."""
 
@@ -106,7 +106,7 @@ class Decoder(Model):
         return SuspendedPass(max(begin.layer, end), x, residual)
 
     def _layer_inputs(self, token_ids: torch.Tensor) -> Inputs:
-        """Return what each layer reads of the tokens beside its own input."""
+        """Return the inputs that the layers read of the tokens beside the hidden states; None for most families."""
         return None
 
     def _begun(self, token_ids: torch.Tensor, plan: BatchPlan) -> SuspendedPass:
@@ -188,7 +188,7 @@ class Decoder(Model):
         return plan.media is None and not plan.adapted and not tempered and step.takes(plan, kv)
 
     def dense_layers(self) -> Iterator[Linear]:
-        """Yield all of them, the vocabulary projection last."""
+        """Yield all dense layers, the vocabulary projection last."""
         for layer in self.parameters.layers:
             yield from layer.dense_layers()
         yield self.parameters.head

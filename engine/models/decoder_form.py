@@ -1,4 +1,4 @@
-"""Form of a decoder for backends that replay whole steps, and places of its layers in blocks."""
+"""DecoderForm of a decoder, for backends that replay whole steps; places of its layers in KV blocks; its activation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of our own decoders, from their configs."""
+"""ModelInfo of our own decoders, computed from their config: KV sizes, vocabulary, longest sequence, revision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.model_files.source import ModelSource
 
 
 def decoder_info(source: ModelSource, config: DecoderConfig, max_model_len: int, forms: Iterable[str]) -> ModelInfo:
-    """Return the facts of a decoder. forms: what its weights and positions are kept in, unless as the config says."""
+    """Return the facts of a decoder. forms: formats of its weights and positions that differ from the config's."""
     cached = config.cached
     return ModelInfo(
         name=source.name,

@@ -1,4 +1,4 @@
-"""Families whose layers have one MLP each."""
+"""Table of model families whose layers have one dense MLP each: where each departs from the defaults of Family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense layers after the pooling of sentence-transformers models."""
+"""Loads the dense layers that sentence-transformers models apply after pooling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dequantisation of GGUF tensors at load.
+"""Dequantisation of GGUF tensors (Q4_0, Q4_K, IQ4_NL, MXFP4, …) to floats, while a model is loaded.
 
 It works on small pieces, straight into the target: scratch tensors stay in the core's cache and below the size at which
 malloc maps fresh pages, which is ten times faster than whole tensors."""

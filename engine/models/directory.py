@@ -1,4 +1,4 @@
-"""Weights of a directory in Hugging Face's layout."""
+"""Weights of a directory in Hugging Face's layout: safetensors or pytorch_model*.bin, plain or quantised."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FileWeights(PlainWeights):
         out.copy_(tensor)
 
     def _of_parts(self, name: str, count: int) -> torch.Tensor:
-        """Return tensors that a checkpoint numbers in place of this one, as StableLM's norms of heads, together."""
+        """Return a tensor that a checkpoint stores as numbered parts, as StableLM's norms of heads, joined together."""
         stem, _, kind = name.rpartition(".")
         parts = (self.find(f"{stem}.{index}.{kind}") for index in range(count))
         found = [part for part in itertools.takewhile(lambda part: part is not None, parts) if part is not None]

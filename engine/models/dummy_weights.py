@@ -1,4 +1,4 @@
-"""Random weights, to measure a model from its config alone."""
+"""Random weights for any decoder config (load_format dummy), to measure a model without its checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.weights import PlainWeights
 
 _PERIOD = 1_048_573
-"""Length of the period of the numbers: a prime, so that no two rows of a matrix begin at the same one."""
+"""Period of the numbers: a prime, so that no two rows of a matrix begin at the same number."""
 _SPREAD = 0.0346
 """Bound of the uniform numbers, for a standard deviation of 0.02, as models are initialised."""
 

@@ -1,4 +1,4 @@
-"""Constant factors and soft caps of a decoder, from a config.json."""
+"""Constant factors (of embeddings, attention, residuals, logits) and soft caps of a decoder, from a config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of model families by their model_type."""
+"""FAMILIES: all model families of our own decoder by model_type, joined from the dense, MoE and hybrid tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Family of models: what a model_type fixes beyond its config.json."""
+"""Family: what a model_type fixes beyond its config.json (defaults, layer structure, tensor names of experts)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ExpertNames:
     """Tensor names of a layer's experts, and a family's routing rules.
 
     renormalised    see `Routing`, unless the config says
-    sigmoid         scores are
+    sigmoid         scores are sigmoids of the logits instead of a softmax
     grouped         experts are in groups, each judged by its two best
     correction      name of the correction of scores; empty: there is none
     correction_row  it is [1, experts] in checkpoints
-    on_inputs, mixer    see `Routing`: weights multiply inputs, each rank has a softmax of its own
+    on_inputs, mixer    see `Routing`: weights multiply inputs, each chosen expert has a softmax of its own
     precise         the router computes in float32
     biased          router and experts have biases
     clamped         their gate and up have a limit
@@ -65,14 +65,14 @@ class Family:
 
     gguf            its GGUF files are supported, too
     gguf_permuted   q and k rows of those are reordered for interleaved rotation
-    fused, fused_mlp    checkpoints hold as one the tensors that we concatenate: both, or gate_up_proj alone
+    fused, fused_mlp    checkpoints store as one the tensors that we concatenate: qkv and gate_up, or gate_up alone
     interleaved     rotation pairs neighbours: rows of q and k are reordered when read
     windows_rotate  only layers with a window rotate
     else_all_rotate     where the config has no window, all layers do
     unrotated       no layer rotates, unless the config's position_embedding_type is rope
     partial         the rotated share of a head, unless the config says
     attention_bias  attention has biases, unless the config says
-    o_bias          a bias of attention is one of its output, too
+    o_bias          if attention has biases, its output projection has one, too
     names_behind    with output norms: names of those before the MLP, after attention and after the MLP
     windowed        a sliding window in the config is every layer's
     pattern         it is every layer's except each n-th, unless layer_types says; 0: the config says otherwise
@@ -81,14 +81,14 @@ class Family:
     logit_scale     factor of logits, unless the config says
     norm_offset     added to the weights of norms
     centred         norms subtract the mean: layer norms
-    norm_bias       those have a bias, but for norms of q and k
+    norm_bias       layer norms have a bias, except those of q and k
     unweighted      layer norms have neither weights nor a bias
     eps             field of the config with the epsilon of norms, and its value where it is omitted
     parallel        attention and MLP read one norm, the first, and are added together
-    parallel_option     they do where the config's use_parallel_residual says so
+    parallel_option     the same where the config's use_parallel_residual says so
     norm_before, norm_behind   attention and MLP each have a norm before, after (before the residual is added)
     wide_qk_norm    the norms of q and k span all heads together
-    own_qk_norm     each head has weights of its own there
+    own_qk_norm     each head has weights of its own in the norms of q and k
     qk_norm_option  field of the config that says whether there are norms of q and k, in place of qk_norm
     norms_rotated   q and k are normed after their rotation
     activation      MLPs have no gate, but this activation, unless the config says
@@ -97,9 +97,9 @@ class Family:
     ntk_alpha       alpha of the rotary settings stretches their base
     layered         layer_types may take the window from layers of a family that is windowed
     biases          fields of the config that say whether q, k and v, the output, and the MLP have biases
-    mlp_bias        the MLP has, unless the config says
-    head_bias       the vocabulary projection has one
-    head_bias_option    field of the config that says whether it has, in place of head_bias
+    mlp_bias        the MLP has biases, unless the config says
+    head_bias       the vocabulary projection has a bias
+    head_bias_option    field of the config that says whether it has one, in place of head_bias
     gelu            the gate is GELU by tanh instead of SiLU
     capped          attention scores and logits have soft caps
     sinks           each head of attention has a sink, see `Ops.paged_attention`

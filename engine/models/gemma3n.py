@@ -1,4 +1,4 @@
-"""Gemma 3n's text decoder: streams of hidden states (AltUp), a learned residual (Laurel) and sparse MLPs."""
+"""Gemma 3n's text decoder and its loader: AltUp streams of hidden states, a learned residual (Laurel), sparse MLPs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Laurel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3nLayer(LayerForm):
-    """Layer. given: adds the layer's input to all streams but the first, or None.
+    """Layer of Gemma 3n. given: adds the layer's own input to all streams but the first, or None.
 
     cutoff: standard deviations above their mean below which the MLP's gates are zeroed, or None."""
 

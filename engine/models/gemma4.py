@@ -1,4 +1,4 @@
-"""Gemma 4's text decoder: layers with inputs and a factor of their own, and perhaps experts beside the MLP."""
+"""Gemma 4's text decoder and its loader: inputs and a factor for each layer, and perhaps experts beside the MLP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExpertsBeside:
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Layer(LayerForm):
-    """Layer. factor: of its result, [1]. given: adds the layer's input, or None. beside: experts, or None."""
+    """Layer of Gemma 4. factor: of its result, [1]. given: adds the layer's own input, or None. beside: experts."""
 
     factor: torch.Tensor | None = None
     given: InputGate | None = None

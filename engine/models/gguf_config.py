@@ -1,4 +1,4 @@
-"""Translation of a GGUF header into the fields of a config.json."""
+"""Translates a GGUF header into the fields of a config.json, and parses them as a DecoderConfig."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _gguf_rope(file: GGUFFile) -> dict[str, Any]:
     rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     rope |= {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     if gguf_family(file) not in LATENT and (weight := file.get("rope.scaling.yarn_log_multiplier")):
-        rope["mscale"] = rope["mscale_all_dim"] = weight  # what they say of attention cancels out
+        rope["mscale"] = rope["mscale_all_dim"] = weight  # their factors of attention cancel out
     weight = file.get("rope.scaling.attn_factor")
     if kind == "yarn" and weight is not None:
         rope["attention_factor"] = weight * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)

@@ -1,4 +1,4 @@
-"""Tensors of hybrid models in GGUF files: their names, and the values that llama.cpp stores in another form."""
+"""Weights of hybrid (recurrent) models in GGUF files: tensor names, and values stored in another form than ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a decoder's tensors in GGUF files, by their Hugging Face names."""
+"""Names of a decoder's tensors in GGUF files, translated from their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight
 
 
 def gguf_name(name: str, architecture: str) -> tuple[str, int | None]:
-    """Return the tensor's name in a file and, where it holds several tensors, such as those of experts, which."""
+    """Return the tensor's name in a file and, if the file's tensor holds several (as of experts), its index in it."""
     if (part := _PART.fullmatch(name)) is not None:
         return gguf_name(part[1], architecture)[0], int(part[2])
     if (stacked := _STACKED.fullmatch(name)) is not None:

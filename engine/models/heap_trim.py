@@ -1,4 +1,4 @@
-"""Return of free heap memory to the system after a model is loaded."""
+"""Returns free heap memory to the system (glibc's malloc_trim) after a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapter to transformers: runs its causal LMs over the paged cache; the only module that imports transformers.
+"""HFModel: runs transformers' causal LMs over the paged KV cache; the only module that imports transformers itself.
 
 transformers probes for a distribution named `kernels` and, if one is installed, imports names from the package of that
 name. In a process started at the repository's root, that package is our folder. So the probe is made to answer false
@@ -75,7 +75,7 @@ class HFModel(Model):
         wanted: Wanted = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
-        assert halfway is None, "a transformers module is released without a trace"
+        assert halfway is None, "a transformers module cannot resume a pass"
         self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, wanted)
         try:
             return hidden_states(self._module, token_ids, plan.positions)

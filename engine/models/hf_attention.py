@@ -1,4 +1,4 @@
-"""Attention function for transformers' modules: calls the paged cache, or probes the model's shapes.
+"""Attention that transformers' modules call: attends over the paged KV cache, or records the model's layer shapes.
 
 Each of a model's attention modules holds a reference to the model's slot, so nothing has to travel through the keyword
 arguments of forward, which not every model passes on. This module does not import transformers."""
@@ -25,7 +25,7 @@ class Attention(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """Return the attention of q [heads, tokens, dim] over the cache, after writing k and v to it."""
+        """Return the attention [T, heads, dim] of q over the cache, after writing k and v to it."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ def seated_attention(
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention in `dtype` through the pool `kv` by `plan`. Raises Unwanted once the pass is not `wanted`."""
+    """Attention in `dtype` through the pool `kv` by `plan`. Raises ForwardAbandoned once it is not `wanted`."""
 
     ops: Ops
     kv: torch.Tensor
@@ -85,7 +85,7 @@ class PagedAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """Write k and v to the pool and compute paged attention; raise Unwanted if no longer wanted."""
+        """Write k and v to the pool and compute paged attention; raise ForwardAbandoned if no longer wanted."""
         if not self.wanted():
             raise ForwardAbandoned
         kv_layer, dtype = self.kv[:, layer], q.dtype

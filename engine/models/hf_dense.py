@@ -1,4 +1,4 @@
-"""Dense layers of transformers' modules, replaced by packed or stored forms.
+"""Replaces the dense layers and the embedding of transformers' modules by packed or stored (quantised) layers.
 
 Code that looks at such a layer's weight, as some modules do, finds its shape and number format, but no values. This
 module does not import transformers."""
@@ -90,7 +90,7 @@ class _Dense:
         self._stored_as = stored_as
 
     def form(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-        """Return the weight in a form of the operations' own; None: it stays as it is."""
+        """Return the layer of a weight that the operations pack; None: the weight stays as it is."""
         if weight.dtype != torch.bfloat16:
             return None
         if self._stored_as is not None and self._forms.as_stored and (rows := self._stored_as(weight)) is not None:

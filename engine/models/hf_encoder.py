@@ -1,4 +1,4 @@
-"""Encoders of transformers: whole texts in, hidden states or logits out, without a cache."""
+"""Encoder models of transformers and their loader: whole texts in, hidden states or class logits out, no cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.model_files.source import ModelSource, read_facts
 from kvferry.protocol.errors import ConfigError, reason
 
 _UNUSED = ("pooler.",)
-"""Weights that hidden states do not pass; checkpoints may lack them."""
+"""Weights that hidden states do not depend on; checkpoints may lack them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Loader of transformers models over the paged cache, with a check that each behaves as a causal decoder."""
+"""Loads transformers' causal LMs as HFModel, and checks with two tokens that attention and logits are as expected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_hf(
     """Load through AutoModelForCausalLM, with dense layers in the operations' forms. Parameters as in `load_model`.
 
     Two tokens prove that attention and logits go through our code. Raises ConfigError with transformers' reason, or
-    naming what of the model is not supported."""
+    naming the unsupported feature."""
     if source.kind == "gguf" and len(gguf_parts(source.path)) > 1:
         raise ConfigError(f"{source.name} is a split GGUF; transformers does not read split files", param="model")
     length = read_facts(source).max_model_len
@@ -74,7 +74,7 @@ def _shared(
     progress: Progress | None,
     weights_fd: int,
 ) -> tuple[Any, list[str]]:
-    """Return the module and what its layers are kept in; packed once by the processes that share the memory."""
+    """Return the module and the formats of its layers; processes that share the memory pack it once."""
     forms = DenseForms(ops, quantization if dtype == torch.bfloat16 else "none")
 
     def read() -> tuple[Any, list[str]]:

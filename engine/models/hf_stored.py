@@ -1,4 +1,4 @@
-"""Mapping of a file's stored tensors to the layers of transformers' modules."""
+"""Finds the stored rows of a GGUF or a quantised checkpoint for the dense layers of transformers' modules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _NEAR = 2**-6
 class GGUFRows:
     """Tensors of a GGUF in block formats, found by their values.
 
-    That works for any name that transformers gives a layer. If it changed the weight, no tensor has those values, and
-    no codes are taken."""
+    That works for any name that transformers gives a layer. If transformers changed the weight, no tensor has its
+    values, and the weight is not replaced."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._weights = GGUFWeights(file, None)
@@ -57,7 +57,7 @@ def _near(values: torch.Tensor, weight: torch.Tensor) -> bool:
 def coded_layers(
     skeleton: Any, weights: QuantisedWeights, forms: DenseForms, dtype: torch.dtype, device: torch.device
 ) -> dict[str, DenseModule]:
-    """Return the layers of a model without weights, by name, that a quantised checkpoint holds in codes.
+    """Return the layers, by name, that a quantised checkpoint stores as codes, for a model without weights.
 
     Raises ConfigError if one is none of the model's dense layers, or if its tensors do not fit."""
     names = weights.coded()

@@ -1,4 +1,6 @@
-"""Families with recurrent layers; `model_files.hybrid` says which layers those are."""
+"""Table of model families with recurrent layers: where each departs from the defaults of Family.
+
+`model_files.hybrid` says which layers are recurrent."""
 
 from __future__ import annotations
 

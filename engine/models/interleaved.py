@@ -1,4 +1,4 @@
-"""Reordering of projection rows for rotary embeddings that pair halves of a head."""
+"""Reorders rows of q and k projections from interleaved rotary pairs to those that pair halves of a head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of one layer, from its input to its output (`kernels.latent`)."""
+"""Multi-head latent attention (MLA) of one layer, from its input to its output, over a backend's operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Per-layer embeddings of Gemma 3n and Gemma 4: each layer reads an input of its own that the token's id gives."""
+"""Per-layer embeddings of Gemma 3n and Gemma 4: each layer reads an input of its own, given by the token's id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.kernels.ops import Ops
 from kvferry.model_files.layer_shapes import LayerShapes
 
 Inputs = torch.Tensor | None
-"""What each layer reads of the tokens beside its own input, [T, layers, ..]; None for most families."""
+"""Inputs that the layers read of the tokens beside the hidden states, [T, layers, ..]; None for most families."""
 Normed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """RMS norm of x by a weight, in the model's epsilon."""
 
@@ -53,7 +53,7 @@ class InputGate:
     norm: torch.Tensor
 
     def __call__(self, x: torch.Tensor, given: torch.Tensor, ops: Ops, normed: Normed) -> torch.Tensor:
-        """Return what is added for x [T, hidden] and the layer's input [T, size]."""
+        """Return the term to add, for x [T, hidden] and the layer's input [T, size]."""
         gated = ops.gate_mul(torch.cat((self.gate(x), given), 1), GELU)
         return normed(self.projection(gated), self.norm)
 

@@ -1,4 +1,4 @@
-"""Choice of the models whose layers with windows have KV blocks of their own."""
+"""Decides which models keep the K/V of sliding-window layers in KV blocks of their own (LayerGroups)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from kvferry.engine.models.decoder import Decoder
 from kvferry.protocol.layer_groups import LayerGroups
 
 PADDING = 1.25
-"""Most layers that the groups of layers with windows have room for, as a multiple of these layers."""
+"""Limit of the layers that groups of window layers have room for, as a multiple of the window layers."""
 
 
 def groups_of(config: DecoderConfig) -> LayerGroups | None:
     """Return the groups of a decoder's layers by how long their K/V live; None: a block has all layers.
 
-    They need layers of both kinds: those that attend to all tokens name the blocks of a sequence's chain, and those
-    with windows must nearly fill blocks of that size. A block has all layers, too, of families whose whole step the CPU
-    extension replays, since that knows one table (`Family.plain`), of layers that differ in shape or share K/V, of
-    latents and beside recurrent layers."""
+    Groups need layers of both kinds: the blocks of layers that attend to all tokens form a sequence's chain, and layers
+    with windows must nearly fill blocks of that size. A block also has all layers if the CPU extension replays the
+    family's whole step, since it knows one table (`Family.plain`); if layers differ in shape or share K/V; if the cache
+    holds latents; and beside recurrent layers."""
     if config.plain or config.shapes is not None or config.latent is not None or config.hybrid is not None:
         return None
     full = config.windows.count(0)

@@ -1,4 +1,4 @@
-"""Model loader: from a model source to a model on a device."""
+"""load_model: builds a model from its source (directory or GGUF) on a device, by our own decoder or transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OWN_LAYERS: dict[str, tuple[type[Decoder], type[ParameterLoader]]] = {
     "gemma3n_text": (Gemma3nDecoder, Gemma3nLoader),
     "gemma4_text": (Gemma4Decoder, Gemma4Loader),
 }
-"""Decoders and loaders of families whose layers are more than a row of `FAMILIES` tells."""
+"""Decoders and loaders of families whose layers a row of `FAMILIES` does not describe."""
 
 
 def load_model(
@@ -137,9 +137,9 @@ def _load(
 
 
 def read_info(source: ModelSource, impl: str, max_model_len: int) -> ModelInfo | None:
-    """Return the facts of our own decoder with plain weights, without reading these.
+    """Return the facts of our own decoder with plain weights, without reading the weights.
 
-    None for a model in another form, whose facts show only when its weights are read."""
+    None for other models, whose facts are known only once their weights are read."""
     opened = _open_as(source, impl, "auto")
     if opened is None or source.kind == "gguf" or quantisation(read_json(source.path / "config.json")) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Embeddings of a batch in which rows of media stand in place of some tokens."""
+"""Embeddings of a batch, with the rows of images and audio in place of their placeholder tokens."""
 
 from __future__ import annotations
 

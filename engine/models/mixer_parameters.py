@@ -1,4 +1,4 @@
-"""Loader of recurrent mixers: their dense layers, convolutions and rates of decay."""
+"""Loads the recurrent mixer of a layer: Mamba 1 and 2, gated delta rule, short convolution, or lightning attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent mixers of a decoder, computed through the backend's operations."""
+"""Mixers: computes a decoder's recurrent mixers (Mamba, gated delta rule, …) by a backend's operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mixers:
         self._ops, self._layout = ops, layout
 
     def __call__(self, mixer: Mixer, x: torch.Tensor, plan: BatchPlan, dense: Dense) -> torch.Tensor:
-        """Return the mixer's output [T, hidden] for x [T, hidden]; leave the sequences' states behind it."""
+        """Return the mixer's output [T, hidden] for x [T, hidden]; write the sequences' states after these tokens."""
         if isinstance(mixer, ShortConv):
             return self._short_conv(mixer, x, plan, dense)
         if isinstance(mixer, GatedDelta):

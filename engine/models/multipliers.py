@@ -1,4 +1,4 @@
-"""Falcon-H1's multipliers of dense layers, folded into the weights while they are read."""
+"""Falcon-H1's multipliers of dense layers, parsed from its config and folded into the weights as they are read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _several(config: dict[str, Any], name: str, count: int) -> tuple[float, ...]
 
 
 class MultipliedWeights:
-    """Implements `engine.models.weights.Weights`: others' weights times their multipliers."""
+    """Implements `engine.models.weights.Weights`: wraps other weights and applies the multipliers."""
 
     def __init__(self, weights: Weights, multipliers: Multipliers, sizes: StateSpaceSizes) -> None:
         self._weights, self._multipliers, self._sizes = weights, multipliers, sizes

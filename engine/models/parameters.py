@@ -1,4 +1,4 @@
-"""Loading of a decoder's parameters: embedding, layers, final norm and head."""
+"""Parameters of a decoder and their loader: embedding, layers (attention, MLP, experts, mixers), final norm, head."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ParameterLoader:
         k_norm = self._norm_of_heads(index, f"{prefix}.k_norm", config.num_kv_heads)
         q_scale = None
         if config.family.norms_rotated and isinstance(q_norm, torch.Tensor) and isinstance(k_norm, torch.Tensor):
-            # A rotation keeps the length of a vector, so only the norms' weights wait for it; those of k go to q.
+            # A rotation keeps the length of a vector, so only the norms' weights come after it; those of k go to q.
             q_scale = (q_norm.float() * k_norm.float()).to(reader.dtype)
             q_norm = k_norm = torch.ones_like(q_norm)
         return Gqa(

@@ -1,4 +1,4 @@
-"""Weights of checkpoints quantised by GPTQ, AWQ, fp8 or compressed-tensors."""
+"""Reads weights of checkpoints quantised by GPTQ, AWQ, fp8 or compressed-tensors, as integer codes with scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor reader for a decoder's layers: reads, checks, concatenates and places them on the device."""
+"""TensorReader: reads a decoder's tensors, checks, concatenates and reorders them, and makes layers on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ None if the tensor has whole rows."""
 
 
 def whole_rows(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """`Peaks` where nothing is divided."""
+    """Return None: a `Peaks` for tensors that are not divided among ranks."""
 
 
 class TensorReader:
@@ -58,7 +58,7 @@ class TensorReader:
         return self.linear([(f"{prefix}.{name}.weight", rows) for name, rows in parts], columns, biases, factor)
 
     def linear(self, parts: Rows, columns: int, bias: torch.Tensor | None = None, factor: float = 1.0) -> Linear:
-        """The layer in the form that `quantization` names, where the operations run it; else in the decoder's dtype.
+        """Return the layer in the form that `quantization` names if the operations run it, else in the decoder's dtype.
 
         factor: multiplies its results."""
         if self._forms.as_stored:
@@ -119,7 +119,7 @@ class TensorReader:
         return out
 
     def float32(self, name: str, *shape: int) -> torch.Tensor:
-        """Return a tensor in that format, whatever the decoder's is."""
+        """Return a tensor in float32, whatever the decoder's dtype is."""
         out = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._weights.read(name, out)
         return out

@@ -1,10 +1,10 @@
-"""Rotary embedding tables (Su et al. 2021) with their context extensions.
+"""Rotary embedding tables (cos and sin) of a RopeConfig: plain, linear, llama3, YaRN, longrope or proportional.
 
-linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al. 2023. longrope: Ding et al.
-2024; if sequences may be longer than the original length, all use the factors of long contexts, because cached keys
-cannot follow a sequence that becomes long. dynamic: its frequencies depend on the current length, too, so the model is
-served up to its original length, where dynamic equals default. proportional (Gemma 4): pairs of dims span the head, and
-only the first of them rotate."""
+Plain: Su et al. 2021. linear: Chen et al. 2023. llama3: the frequency-wise scaling of Llama 3.1. yarn: Peng et al.
+2023. longrope: Ding et al. 2024; if sequences may be longer than the original length, all use the factors of long
+contexts, because cached keys cannot follow a sequence that becomes long. dynamic: its frequencies depend on the current
+length, too, so the model is served up to its original length, where dynamic equals default. proportional (Gemma 4):
+pairs of dims span the head, and only the first of them rotate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding settings, parsed from a config.json in old and new spellings."""
+"""RopeConfig: rotary embedding settings, parsed from a config.json in the old and new spellings of transformers."""
 
 from __future__ import annotations
 

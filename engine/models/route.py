@@ -1,4 +1,4 @@
-"""Choice of implementation for a model: kvferry's own kernels or transformers, decided from config and headers."""
+"""Route of a model, from config and headers: kvferry's own decoder, transformers' modules, or an encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder whose layers have shapes of their own and may read another layer's K/V: what Gemma 3n and Gemma 4 share."""
+"""Decoder and loader that Gemma 3n and 4 share: layers differ in shape and may read another layer's K/V."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights that all processes of a machine share in one copy."""
+"""Loads a model's packed CPU weights once per machine: processes with the same model map one copy."""
 
 from __future__ import annotations
 

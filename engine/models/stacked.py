@@ -1,4 +1,4 @@
-"""Expert weights that a checkpoint stacks in one tensor per layer, plain or in MXFP4."""
+"""Reads expert weights that a checkpoint stacks in one tensor per layer, plain or in MXFP4."""
 
 from __future__ import annotations
 

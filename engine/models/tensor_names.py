@@ -1,6 +1,6 @@
-"""Tensor names of checkpoints, translated into those that the decoder reads.
+"""Translates tensor names of checkpoints into Llama's names, which our own decoder reads.
 
-The decoder reads Llama's names; a layer's recurrent mixer is `mixer`, with the parts of Mamba 2."""
+A layer's recurrent mixer is called `mixer`, with the parts of Mamba 2."""
 
 from __future__ import annotations
 

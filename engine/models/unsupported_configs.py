@@ -1,4 +1,4 @@
-"""Features of a config.json that our own decoder lacks."""
+"""`unsupported`: names a feature of a config.json that our own decoder lacks, which decides a model's route."""
 
 from __future__ import annotations
 

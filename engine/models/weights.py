@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by their Hugging Face names, for every file format."""
+"""Weights: source of a decoder's tensors by their Hugging Face names; GGUFWeights reads them from a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sliding-window and rotary settings per layer, from a config.json."""
+"""Reads from a config.json, for each layer, its sliding window (or chunk) and whether it rotates."""
 
 from __future__ import annotations
 
