@@ -1,4 +1,4 @@
-"""LoRA adapters in shards: each rank has its part of a layer's outputs or inputs."""
+"""LoRA adapters of a sharded model: each rank's part of a layer's outputs or inputs, and adapters' numbers on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages from rank 0 to the other ranks, with host tensors, encoded as bytes."""
+"""Messages from rank 0 to the other ranks (forward, logits, copy, adapters) as bytes, and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CopyBlock:
 
 @dataclass(frozen=True, slots=True)
 class TakeAdapter:
-    """Compute with an adapter where its number is told from now on. others: what each rank but the first adds."""
+    """Message: store an adapter under a number that later calls name. others: the layers of each rank but the first."""
 
     number: int
     id: str

@@ -1,4 +1,4 @@
-"""Collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
+"""DeviceGroup: collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
 A rank has a group object of its own and uses no process-wide registry, so a process may be a rank of several nodes.
 `engine.ranks.meeting` is where ranks find each other."""
@@ -23,7 +23,7 @@ PATIENCE = timedelta(seconds=120)
 
 
 def device_of(rank: int, first: torch.device) -> torch.device:
-    """Return a rank's own: GPUs beside each other, from that of the first one on."""
+    """Return a rank's device: GPUs are numbered by rank from the first rank's GPU on."""
     return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
 
 

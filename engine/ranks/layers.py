@@ -1,4 +1,4 @@
-"""Sharded dense layers that return whole results to their caller."""
+"""Sharded dense layers, embedding and norms of a rank that return whole results, by sums and gathers over ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Vocabulary:
         return parts.transpose(0, 1).flatten(1)[:, : self.size].to(dtype or x.dtype).contiguous()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return each comes from the rank that has it; the others bring zeros."""
+        """Return embeddings: each comes from the rank that has the word; the other ranks add zeros."""
         places = ids - self.group.rank * self.words
         elsewhere = (places < 0) | (places >= self.words)
         found = self.own.rows(places.masked_fill(elsewhere, 0))
@@ -97,7 +97,7 @@ def joined(parameters: Parameters, group: Group, config: DecoderConfig) -> Param
 
 
 def _joined_heads(attention: Gqa | Latent | None, group: Group, config: DecoderConfig) -> Gqa | Latent:
-    """Replace the cache write of latent attention, where rank 0 writes what all heads share."""
+    """Sum attention's output over ranks. Latent attention also waits until rank 0 has written the shared latents."""
     assert attention is not None, "shards have no recurrent layers"
     o = Summed(attention.o, group)
     if isinstance(attention, Latent):
@@ -109,7 +109,7 @@ def _joined_heads(attention: Gqa | Latent | None, group: Group, config: DecoderC
 
 
 def _joined(mlp: Gated | Ungated | Experts | None, group: Group) -> Gated | Ungated | Experts:
-    """Sum the experts' outputs over ranks once they are back in token order."""
+    """Sum an MLP's outputs over ranks; those of experts once they are back in token order."""
     assert mlp is not None, "shards have no recurrent layers"
     if isinstance(mlp, Experts):
         return replace(mlp, joined=group.sum)

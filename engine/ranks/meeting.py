@@ -1,4 +1,4 @@
-"""Rendezvous of ranks that have a device each: the store through which torch.distributed exchanges their addresses."""
+"""Rendezvous of ranks that have a device each: the file or TCP store by which torch.distributed finds all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Meeting(Protocol):
     """Rendezvous of one rank.
 
     address: where this rank listens for the others. where: what rank 0 tells the others to find the store. inherited:
-    descriptors that rank 0 gives the others of its host for it."""
+    descriptors that rank 0 passes to the other ranks of its host."""
 
     address: str
     where: bytes

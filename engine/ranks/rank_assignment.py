@@ -1,4 +1,4 @@
-"""Assignment of a rank: its number and its share of the model."""
+"""RankAssignment: one rank's group of collective operations, and the shard of the model that it loads."""
 
 from __future__ import annotations
 

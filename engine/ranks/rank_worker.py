@@ -1,4 +1,4 @@
-"""State of one rank: its shard of the decoder, its part of the pool and the inputs of a step."""
+"""RankWorker: one rank's shard of the decoder, its part of the KV pool, and its copies of a step's inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tensor-parallel shards of a decoder (Shoeybi et al. 2019).
+"""Shard: one rank's part of a tensor-parallel decoder: fewer heads and words, a narrower MLP, or some experts.
 
-A rank has some K/V heads with the query heads that read them, a part of the width of each MLP and expert, and a run of
-the vocabulary. Norms, routers and what heads share in latent attention are on every rank. With expert parallelism
-(Lepikhin et al. 2020) a rank has some experts whole."""
+Tensor parallelism: Shoeybi et al. 2019. A rank has some K/V heads with the query heads that read them, a part of the
+width of each MLP and expert, and a run of the vocabulary. Norms, routers and the latents that heads share are on every
+rank. With expert parallelism (Lepikhin et al. 2020) a rank has some experts whole."""
 
 from __future__ import annotations
 

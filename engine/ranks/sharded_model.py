@@ -1,4 +1,4 @@
-"""Sharded model as rank 0's engine sees it: a model like any other."""
+"""ShardedModel: the model that rank 0's engine calls; it announces each computation to the other ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ShardedModel(Model):
         return self.own.decoder.forward(token_ids, self.own.of_pool(kv), plan, wanted, halfway)
 
     def _agreed(self, wanted: Wanted) -> Wanted:
-        """Return all stop before the same layer."""
+        """Return a `wanted` whose answers the other ranks get, too, so that all stop before the same layer."""
 
         def asked() -> bool:
             found = wanted()

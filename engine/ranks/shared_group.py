@@ -1,4 +1,4 @@
-"""Collective operations of ranks through shared memory.
+"""SharedGroup: sums and gathers of a machine's ranks through shared memory, added in rank order.
 
 Each rank writes its operand, waits until all ranks have written, then reads all operands. Buffers alternate: a rank
 writes to a buffer only after a barrier that follows the buffer's last use, and no rank reaches that barrier before it

@@ -1,4 +1,4 @@
-"""Shards of a decoder's tensors, cut out while they are read."""
+"""ShardWeights: cuts one rank's shard out of a decoder's tensors while they are read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cut:
         return (*own[: self.dim], sum(self.wholes), *own[self.dim + 1 :])
 
     def part(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """Return the rank's; zeros where a stretch does not reach as far."""
+        """Return the rank's part, filled up with zeros where a stretch is too short for the last ranks."""
         parts = []
         for stretch, length in zip(torch.split(whole, list(self.wholes), self.dim), self.wholes, strict=True):
             own = -(-length // shard.ranks)
@@ -87,7 +87,7 @@ class ShardWeights:
         return StoredRows(rows.kind, self._columns(rows.data))
 
     def peaks(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the rank's part of the activations' peaks: see `engine.models.reader.Peaks`.
+        """Return the largest magnitudes of whole rows, of which the rank has a part: see `engine.models.reader.Peaks`.
 
         Raises ConfigError where the cut would divide a run of inputs that is quantised with one scale."""
         cut = self._cut(name, shape)
@@ -113,7 +113,7 @@ class ShardWeights:
         return Cut(1, (rows.shape[1],)).part(rows, self._shard).contiguous()
 
     def _require_whole(self, name: str, block: int, inputs: int) -> None:
-        """Raise ConfigError where that would cut a block."""
+        """Raise ConfigError if the division among ranks would cut a block."""
         if inputs % block:
             raise ConfigError(
                 f"{FLAG} {self._shard.ranks} cuts blocks of {block} inputs of {name}; use --quantization none",
@@ -121,11 +121,11 @@ class ShardWeights:
             )
 
     def _entire(self, name: str) -> bool:
-        """Return whether it is of an expert that is here and nowhere else."""
+        """Return whether the tensor belongs to an expert that only this rank has."""
         return self._shard.whole_experts and ".experts." in name
 
     def _cut(self, name: str, own: tuple[int, ...]) -> Cut | None:
-        """Return how the tensor is divided whose part on this rank has shape `own`; None if each rank has all of it."""
+        """Return the division of a tensor; None if each rank has all of it. own: shape of this rank's part."""
         if self._entire(name):
             return None
         layer, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Lock on the CPU cores that several processes of one machine share.
+"""CoreLock: robust mutexes in shared memory that let one of a machine's processes compute on shared cores at a time.
 
 Threads of a computation wait for each other by spinning, so two computations on the same cores take far longer than one
 after the other. A process takes the cores before it computes and releases them afterwards, in order of arrival. Only
@@ -51,7 +51,7 @@ class CoreLock:
         self._urgent_ns = c_longlong.from_buffer(memory, 2 * _MUTEX_BYTES)
 
     def take(self, within_s: float) -> bool:
-        """Wait for them, so long at most. Returns whether they are taken; `leave` must follow then."""
+        """Wait for the cores, at most `within_s` seconds; return whether they are taken, which `leave` must end."""
         end = time.monotonic() + within_s
         if not _lock(self._next, end):
             return False
@@ -65,7 +65,7 @@ class CoreLock:
         _LIBC.pthread_mutex_unlock(self._held)
 
     def wanted(self) -> bool:
-        """Return whether somebody waits for them."""
+        """Return whether another process waits for the cores."""
         if not _taken(self._next, _LIBC.pthread_mutex_trylock(self._next)):
             return True
         _LIBC.pthread_mutex_unlock(self._next)
@@ -78,11 +78,11 @@ class CoreLock:
         self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
 
     def calm(self) -> None:
-        """Clear the urgent mark: the urgent work has the cores."""
+        """Clear the mark of urgent work, which now has the cores."""
         self._urgent_ns.value = 0
 
     def hurried(self) -> bool:
-        """Return whether somebody waits for them, and something is urgent."""
+        """Return whether another process waits for the cores with urgent work."""
         return time.monotonic_ns() < self._urgent_ns.value and self.wanted()
 
 

@@ -1,4 +1,4 @@
-"""Cooperative sharing of CPU cores: the engine computes while it holds them and hands them over between layers."""
+"""CoreTurns: the engine holds shared CPU cores while it computes, and hands them over between a prompt's layers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class CoreTurns:
     def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
         """Hold the cores inside the context.
 
-        whole: without interruption; urgent: others should not make it wait. Yields the function to ask between layers
-        instead of `wanted`."""
+        whole: without interruption; urgent: other processes should not make it wait. Yields a function to call between
+        layers in place of `wanted`."""
         if self._cores is None:
             yield wanted
             return
@@ -74,7 +74,7 @@ class CoreTurns:
             self._leave()
 
     def _hand_on(self) -> bool:
-        """Let others have the cores if it is time to. Always return True."""
+        """Hand the cores to other processes if it is time to. Always return True."""
         if self._cores and self._has and self._due(self._cores, self._clock() - self._since):
             self._leave()
             self._take(self._cores)

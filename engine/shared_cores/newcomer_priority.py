@@ -1,4 +1,4 @@
-"""Short pauses of decode in favour of a new prompt, where prefill and decode processes share the same CPU cores.
+"""NewcomerPriority: short pauses of decode for a newcomer's prompt that prefill computes on the same CPU cores.
 
 Two processes that compute on the same cores at once are slower than one after the other, since threads wait by
 spinning. A prompt that competes with many streams gets little of the cores. A newcomer's tenant has used less than the
@@ -15,7 +15,7 @@ from kvferry.engine.request_table import RequestTable
 LONGEST_S = 1.5
 """Longest pause of running streams, in seconds."""
 BRIEF_S = 0.1
-"""Longest pause between two steps of which streams are newcomers' themselves, in seconds."""
+"""Longest pause between two steps while newcomers' streams run, in seconds."""
 EARNED = 7.0
 """Seconds of pause that one second of steps earns: streams keep an eighth of the time."""
 

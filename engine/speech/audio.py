@@ -1,4 +1,4 @@
-"""Decoding of audio files to mono samples at 16 kHz, by PyAV, within bounds."""
+"""AudioFile: decodes an audio file to mono samples at 16 kHz as it is read (PyAV), with bounds on length and format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.engine.speech.log_mel import RATE
 from kvferry.protocol.errors import InvalidRequest, reason
 
 MAX_CHANNELS, LEAST_RATE, MOST_RATE = 64, 4000, 768_000
-"""Most channels of a file, and its lowest and highest sampling rate in Hz: a low one makes hours of few bytes."""
+"""Maximum of a file's channels, lowest and highest sampling rate in Hz: at a low rate few bytes are hours of audio."""
 _FORMATS = {
     b"RIFF": "wav",
     b"RF64": "wav",
@@ -23,7 +23,7 @@ _FORMATS = {
     b"\x1aE\xdf\xa3": "matroska",
     b"ID3": "mp3",
 }
-"""Formats of FFmpeg by a file's first bytes. Others would let a file name further files, or addresses."""
+"""Formats of FFmpeg by a file's first bytes. In other formats a file could name further files, or addresses."""
 _FULL_SCALE = 32768.0
 
 

@@ -1,4 +1,4 @@
-"""Decode steps of all windows together: prompts and next tokens are rows of one batch."""
+"""SpeechBatch: decode steps of all speech windows together: prompts and next tokens are rows of one batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SpeechBatch:
         ]
 
     def read(self, reading: Reading) -> torch.Tensor:
-        """Return what a reading asks for, on the host."""
+        """Return a reading's last logits, or the scores of its alignment heads, on the host."""
         window = reading.window
         rows = [Row(token, at, window.text, window.audio) for at, token in enumerate(reading.tokens)]
         heard = Heard()

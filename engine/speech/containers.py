@@ -1,4 +1,4 @@
-"""Parts of audio files that FFmpeg expands far beyond the file's size: they are hidden from it, or refused."""
+"""Guards FFmpeg against audio files that it would expand far beyond their size: ID3 tags and huge MP4 tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def readable(data: bytes, format: str) -> io.BytesIO:
 
 
 def mp4_fault(data: bytes) -> str:
-    """Return why an MP4 file is not taken; empty if it is. A table of a few bytes can tell of billions of samples."""
+    """Return why an MP4 file is refused; empty if it is not. A table of a few bytes can claim billions of samples."""
     samples, edits = 0, 0
     for first, last in _boxes(data):
         for found in _TABLES.finditer(data, first, last):

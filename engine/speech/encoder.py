@@ -1,4 +1,4 @@
-"""Whisper's encoder: from a window's spectrogram to one vector for each 0.02 s."""
+"""Whisper's encoder: from a window's spectrogram to one vector for each 0.02 s, layer by layer."""
 
 from __future__ import annotations
 

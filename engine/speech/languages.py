@@ -1,4 +1,4 @@
-"""Languages of Whisper by their codes, in English."""
+"""LANGUAGES: English names of Whisper's languages by their codes."""
 
 from __future__ import annotations
 

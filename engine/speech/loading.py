@@ -1,4 +1,4 @@
-"""Loading of a Whisper checkpoint in transformers' layout."""
+"""Loads a Whisper checkpoint in transformers' layout, and chooses number formats of its encoder and decoder."""
 
 from __future__ import annotations
 

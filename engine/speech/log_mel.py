@@ -1,4 +1,4 @@
-"""Log-mel spectrograms as Whisper was trained on (Radford et al. 2022), in PyTorch."""
+"""LogMel: log-mel spectrograms as Whisper was trained on (Radford et al. 2022), in PyTorch."""
 
 from __future__ import annotations
 

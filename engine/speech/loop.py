@@ -1,4 +1,4 @@
-"""Engine thread of speech: encodes windows layer by layer and decodes all of them together in between."""
+"""SpeechLoop: engine thread of speech, which encodes windows layer by layer and decodes all of them in between."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class SpeechLoop:
         return ended
 
     def _require_device(self, error: Exception) -> None:
-        """Raise the error if the device does not even add: then the node must end."""
+        """Raise the error if the device fails at a trivial sum: the node must then end."""
         log.warning("a step failed", exc_info=error)
         try:
             assert int(torch.ones(1, device=self.decoder.device).add(1)) == 2

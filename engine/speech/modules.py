@@ -1,4 +1,4 @@
-"""Layers of Whisper's encoder and decoder, and how they are read from a checkpoint."""
+"""Layers of Whisper's encoder and decoder, and ModuleReader, which reads them from a checkpoint."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ModuleReader:
         return CrossAttention(norm, self._linear(f"{inner}.q_proj"), kv, self._linear(f"{inner}.out_proj"))
 
     def mlp(self, name: str, inner: int) -> Mlp:
-        """Return a layer's MLP with so many inner numbers."""
+        """Return a layer's MLP with `inner` inner numbers."""
         up = self._linear(f"{name}.fc1", inner, self._width)
         return Mlp(self.norm(f"{name}.final_layer_norm"), up, self._linear(f"{name}.fc2", self._width, inner))
 

@@ -1,4 +1,4 @@
-"""Options of a transcription, from the fields of the OpenAI API's form."""
+"""SpeechOptions: options of a transcription, checked and parsed from the fields of the OpenAI API's form."""
 
 from __future__ import annotations
 

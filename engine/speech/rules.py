@@ -1,6 +1,6 @@
-"""Rules of what Whisper may write next: suppressed tokens, and timestamps in pairs that do not go back.
+"""DecodingRules: masks the tokens that Whisper may not write next: suppressed ones, and timestamps that go back.
 
-They are those of the paper's reference decoder (Radford et al. 2022), applied before a token is drawn."""
+The rules are those of the paper's reference decoder (Radford et al. 2022), applied before a token is drawn."""
 
 from __future__ import annotations
 

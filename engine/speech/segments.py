@@ -1,4 +1,4 @@
-"""Segments of a transcript: cut out of the tokens of a window by its timestamps."""
+"""Segments and words of a transcript, and `cut`, which cuts a window's tokens into segments by their timestamps."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Cut:
 def cut(tokens: Sequence[int], first_time: int, frames: int) -> tuple[list[Cut], int]:
     """Return the segments of a window's tokens, and the frames after which the next window begins.
 
-    first_time: id of `<|0.00|>`. frames: length of the window. What follows the last complete segment is dropped, and
-    heard again in the next window, unless the window ends with silence: then a single timestamp ends it. (The
+    first_time: id of `<|0.00|>`. frames: length of the window. Tokens after the last complete segment are dropped, and
+    their audio belongs to the next window, unless the window ends with silence: then a single timestamp ends it. (The
     reference's `transcribe`, Radford et al. 2022.)"""
     is_time = [token >= first_time for token in tokens]
     ends = [at for at in range(1, len(tokens)) if is_time[at - 1] and is_time[at]]

@@ -1,4 +1,4 @@
-"""Detection of silence, which is skipped without asking the model."""
+"""Finds leading silence in audio, which is skipped without running the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOUD = 10 ** (-55 / 20)
 LEAST_FRAMES = 100
 """Shortest silence that is skipped, in frames of 0.01 s."""
 LEAD_FRAMES = 20
-"""Frames before the first sound that are heard, too."""
+"""Frames before the first sound that are not skipped."""
 
 
 def leading_silence(samples: torch.Tensor, *, last: bool) -> int:

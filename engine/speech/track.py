@@ -1,4 +1,4 @@
-"""Samples of a file, decoded on threads as they are asked for; only a window of them is kept."""
+"""Track: samples of an audio file, decoded on threads as they are asked for; only one window of them is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transcription of one file, window by window: each window's prompt is the text before it."""
+"""Transcriber: transcribes one file, window by window; each window's prompt is the text before it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from kvferry.engine.speech.words import split_words, timed, word_times
 from kvferry.model_files.speech_config import SpeechConfig
 
 MAX_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6
-"""Bounds beyond which a window's text counts as wrong, and probability that nobody speaks (Radford et al. 2022)."""
+"""Bounds beyond which a window's text counts as wrong, and the no-speech threshold (Radford et al. 2022)."""
 FORGETS_ABOVE = 0.5
 """Temperature above which a window's text is no prompt for the next one."""
 FRAMES_PER_S = 100
 LEAST_REST = 10
-"""Frames of a file behind its last complete segment from which on they are heard: fewer hold no word, but the model
-writes one."""
+"""Fewest frames after the last complete segment that are transcribed: fewer hold no word, but the model writes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Transcriber:
                 self.language = await self._spoken(window)
             decoded, temperature = await self._decoded(window)
             if decoded.no_speech_prob > NO_SPEECH and decoded.avg_logprob <= LEAST_LOGPROB:
-                self.language = self._options.language  # what nobody spoke tells none
+                self.language = self._options.language  # silence does not show the language
                 return [], frames
             cuts, ahead = cut(decoded.tokens, self._tokens.timestamps, frames)
             words = await self._words(window, cuts, ahead, frames, seek) if self._options.words else None

@@ -1,4 +1,4 @@
-"""Forms of a transcript: JSON, plain text, SubRip, WebVTT and the events of a stream."""
+"""Formats of a transcript: JSON, plain text, SubRip, WebVTT, and the server-sent events of a stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def content_type(options: SpeechOptions) -> str:
 
 
 def written(transcript: Transcript, options: SpeechOptions) -> bytes:
-    """Return a transcript in the form that was asked for."""
+    """Return a transcript in the requested format."""
     if options.format == "json":
         return _json({"text": transcript.text, "usage": transcript.usage})
     if options.format == "verbose_json":
@@ -62,7 +62,7 @@ def done(transcript: Transcript) -> bytes:
 
 
 def failed(error: KvferryError) -> bytes:
-    """Return the event that ends a stream which has begun and cannot go on."""
+    """Return the event that ends a stream which has begun and fails."""
     return b"data: " + _json(error.body()) + b"\n\n"
 
 

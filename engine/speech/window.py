@@ -1,4 +1,4 @@
-"""Window of audio in the engine, and attempts to write down what it says."""
+"""Window of audio in the speech engine, and the decodings (Attempt) and readings that are run over it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What the decoder wrote for a window: its tokens without the end, and what it thought of them.
+    """Tokens that the decoder wrote for a window, without the end token, and their probabilities.
 
     avg_logprob: mean log-probability of a token, the end included. no_speech_prob: probability that nobody speaks."""
 
@@ -39,8 +39,8 @@ class Decoded:
 class Attempt:
     """One decoding of a window.
 
-    prompt: tokens before the first drawn one. start: place of the start token in the prompt, after which nobody may
-    speak. temperature: 0 is greedy. seed: of the noise, which is a function of seed and position."""
+    prompt: tokens before the first drawn one. start: place of the start token in the prompt, whose logits give the
+    probability of no speech. temperature: 0 is greedy. seed: of the noise, a function of seed and position."""
 
     window: Window
     prompt: Sequence[int]
