@@ -60,7 +60,7 @@ class Budget:
     def _beside(self, decodes: int, prompts: int) -> int:
         """Return the budget beside streams. prompts: the number of prompts that have or find a seat.
 
-        The minimum is doubled until steps of several lengths were measured: the minimum alone would never give those."""
+        The minimum is doubled until steps of several lengths were measured, which the minimum alone never gives."""
         most = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
             return most

@@ -1,9 +1,9 @@
 """Draft model for speculative decoding: follows streams in a block pool of its own and draws their next tokens.
 
 It is a small model with the streams' vocabulary. It keeps a shadow request for every stream that it follows: the
-stream's tokens, then the tokens it drew after them. It draws with the stream's parameters and with the noise of the same positions, so it draws the
-stream's own tokens wherever both models nearly agree (speculative decoding: Leviathan et al., arXiv 2211.17192; but
-here a draft is right only if it equals the token that is drawn)."""
+stream's tokens, then the tokens it drew after them. It draws with the stream's parameters and with the noise of the
+same positions, so it draws the stream's own tokens wherever both models nearly agree (speculative decoding: Leviathan
+et al., arXiv 2211.17192; but here a draft is right only if it equals the token that is drawn)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from kvferry.protocol.work import Embed, Generate
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine. fingerprint: root of the block hashes. max_model_len: limit of prompt and output, in tokens.
+    """Settings of an engine. fingerprint: root of the block hashes. max_model_len: limit of prompt and output tokens.
 
     takes: kinds of work that the model does. shares_cores: prompts of grants are computed on this engine's cores.
     drafts: limit of speculative tokens per stream and step. state_stride: see `StateCheckpoints`."""

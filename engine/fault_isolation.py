@@ -38,8 +38,8 @@ def run(
 ) -> Sequence[Drawn]:
     """Call `StepRunner.run`; if it raises, bisect: each slice returns a token or what it raises alone.
 
-    One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is no longer wanted, and
-    DeviceLost once even a sum of two numbers fails."""
+    One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is no longer wanted,
+    and DeviceLost once even a sum of two numbers fails."""
     drawn = _tried(runner, slices, wanted, halfway)
     if not isinstance(drawn, Exception):
         return drawn

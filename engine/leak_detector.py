@@ -1,4 +1,4 @@
-"""Leak detector: holds on blocks that outlast their cause, because of a leak or a link that stays busy."""
+"""Leak detector: how long the oldest block hold has outlasted its cause, by a leak or by a link that stays busy."""
 
 from __future__ import annotations
 

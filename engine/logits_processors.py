@@ -1,6 +1,6 @@
 """Logits processors that ban tokens of one request: allowed_token_ids and bad_words.
 
-Grammar masks are applied elsewhere (engine/sampler.py); penalties and logit_bias (kernels/logit_adjustments.py) follow.
+Penalties and logit_bias follow (kernels/logit_adjustments.py), then grammar masks (`Ops.draw`).
 
 They are built once per request and depend on its tokens alone, so another node gets the same result."""
 

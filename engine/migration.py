@@ -1,4 +1,4 @@
-"""Outbound migration of streams while this node drains.
+"""OutboundMigrations: streams that a draining node hands over to another node, and the blocks held for the transfer.
 
 A stream's blocks are held for the transfer while it runs on. It then pauses, and ends here once the other node has
 taken it over; otherwise it resumes."""
@@ -83,7 +83,7 @@ class OutboundMigrations:
         return self._open.keys()
 
     def begin(self, key: Key, attempt: int, offer: Callable[[Job], int]) -> OutboundMigration:
-        """Offer a running stream as that later attempt; `offer` returns the transfer.
+        """Offer a running stream to another node as its later attempt `attempt`; `offer` returns the transfer.
 
         `done` or `failed`, and `quiet`, must report its end. Raises TransferFailed if the stream cannot migrate."""
         request = self._request_table.find(key)
@@ -124,7 +124,7 @@ class OutboundMigrations:
         return tuple(blocks)
 
     def stand(self, transfer: int) -> Stand | None:
-        """Pause the stream and return where it stands.
+        """Pause the stream and return the point at which it is paused.
 
         None: the migration failed, or the stream ended or lost its blocks."""
         move = self._open.get(transfer)
@@ -181,5 +181,5 @@ def widen(scheduler: Scheduler, request: Request) -> None:
 
 
 def streams(request: Request) -> bool:
-    """Return whether it is a stream in its middle."""
+    """Return whether the request generates here and has output already."""
     return request.decodes and request.output_here > 0 and request.transfer is None

@@ -1,4 +1,4 @@
-"""Reasons why blocks that a router expected in the cache are missing, as far as this node recorded them."""
+"""MissReasons: why blocks that a router expected in this node's cache are missing (evicted, not arrived, …)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from kvferry.engine.request import Request
 
 REMEMBERED = 4
-"""Most hashes remembered after their blocks left, as a multiple of the pool's blocks."""
+"""Limit of hashes remembered after their blocks were evicted, as a multiple of the pool's blocks."""
 
 EVICTED = "evicted"
-"""Reason of blocks that left because others needed their room."""
+"""Reason of blocks that were evicted to make room for new ones."""
 
 
 class MissReasons:
-    """Hashes of blocks that left or were expected, with the reason each is missing. Owned by the engine thread.
+    """Hashes of evicted or expected blocks, with the reason why each is missing. Owned by the engine thread.
 
     When full, the older half is forgotten at once.
 
@@ -34,8 +34,8 @@ class MissReasons:
     def note(self, hashes: Iterable[bytes], reason: str) -> None:
         """Note that these blocks are not here, and why.
 
-        reason: `evicted`, `retracted`, or `not_arrived` and `computing`, as long as they are awaited and if they never
-        come."""
+        reason: `evicted`, `retracted`, or `not_arrived` and `computing` for blocks that are awaited, which stays their
+        reason if they never come."""
         for block_hash in hashes:
             if len(self._young) >= self._half:
                 self._old, self._young = self._young, {}

@@ -1,4 +1,4 @@
-"""N-gram speculation: proposes the tokens that followed the last tokens earlier in the prompt or output.
+"""N-gram speculation: drafts the tokens that followed the last tokens earlier in the prompt or output.
 
 Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the longest match and, of
 equally long ones, the latest."""
@@ -51,7 +51,7 @@ class NgramDrafts:
 
     @property
     def by_model(self) -> bool:
-        """Return whether a draft model drew what is drafted."""
+        """Return whether the current draft is of a draft model."""
         return self._class == MODEL
 
     def put(self, drawn: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Processing of a sampled token: its output event, stop conditions and finish reason."""
+"""Turns a sampled token or a pooled vector into an output event: stop conditions, finish reason, and reuse figures."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def append(request: Request, sampled: Sampled, longest: int) -> Generated:
 
 
 def read(request: Request, vector: bytes) -> Generated:
-    """Return the news of a request that generates nothing: its one and only output."""
+    """Return the event of a request that generates nothing: its only output, a vector."""
     delta = TokenDelta(*request.key, 0, (), finish_reason="stop", vector=vector)
     return _first(request, Generated(request.key, request.job.router_id, delta))
 
 
 def _first(request: Request, event: Generated) -> Generated:
-    """Return the first output on this node carries the prompt's accounting, its log-probabilities and the times."""
+    """Add the prompt's reuse, its log-probabilities and the times to the request's first output on this node."""
     prompt_len, cached, fetched = len(request.job.token_ids), request.cached_len or 0, _fetched_len(request)
     found = {"reused_prefill" if request.prefill_only else "reused_decode": cached - fetched}
     written = min(request.written * request.block_size, prompt_len - cached)

@@ -1,4 +1,4 @@
-"""Registry of partially filled last blocks, for copy-on-write when a request forks from another.
+"""Registry of partially filled KV blocks, which forks of a request copy because they write after them.
 
 Full blocks are shared as they are; a partial block is copied, because the fork writes after it."""
 

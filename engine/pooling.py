@@ -1,4 +1,4 @@
-"""Pooling of hidden states into the vector of a prompt, chunk by chunk."""
+"""Pools hidden states of a prompt, chunk by chunk, into its embedding vector; packs vectors and logits as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.protocol.work import Embed
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Answer of work that generates nothing: float32 in little-endian order; empty if it has NaN."""
+    """Result of a request that generates nothing: float32 in little-endian order; empty if it has NaN."""
 
     vector: bytes
 
@@ -50,7 +50,7 @@ class Pooler:
 
 
 def take(part: Slice, hidden: torch.Tensor) -> None:
-    """Keep of the slice's hidden states [count, hidden] what its request's pooling needs; slices come in order."""
+    """Add the slice's hidden states [count, hidden] to its request's pooled state; slices come in order."""
     request, pooling = part.request, _work(part.request).pooling
     if pooling == "mean":
         chunk = hidden.sum(0, dtype=torch.float32)
@@ -62,7 +62,7 @@ def take(part: Slice, hidden: torch.Tensor) -> None:
 
 
 def read(logits: torch.Tensor) -> Read:
-    """Return float32 numbers on the CPU."""
+    """Pack float32 numbers on the CPU as a Read."""
     found: bool = torch.isfinite(logits).all().item()  # type: ignore[assignment]
     return Read(logits.numpy().astype("<f4").tobytes() if found else b"")
 

@@ -1,4 +1,4 @@
-"""Pages of the KV pool and of recurrent states are made resident shortly before requests write to them.
+"""Prefault: a thread that makes pages of the KV pool and of recurrent states resident before requests write to them.
 
 The first write to 2 MiB that a process never used costs 0.1 ms, and several milliseconds in a virtual machine whose
 host has to find the memory. A checkpoint of a recurrent state takes tens of MiB at once."""
@@ -23,7 +23,7 @@ LOOK_S = 0.1
 
 @dataclass(slots=True)
 class Region:
-    """Memory of a tensor that is put to use from its beginning on.
+    """Memory of a tensor that is used from its beginning on.
 
     used: returns the share in use now; it may be called from any thread. resident: leading bytes made resident."""
 

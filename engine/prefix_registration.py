@@ -1,4 +1,4 @@
-"""Registration of full blocks in the prefix cache by their hashes."""
+"""Registers a request's full blocks in the prefix cache by their hashes, so that other requests can reuse them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.engine.request import Request
 def make_findable(pool: BlockPool, request: Request, until: int, holders: Sequence[tuple[Hashable, str]]) -> None:
     """Make the request's blocks before index `until` findable: full, hashed, and held by (owner, reason).
 
-    A block whose equal is findable already is replaced by that."""
+    A block is replaced by one of equal content that is findable already."""
     before = pool.registered_total
     for i in range(request.registered, until):
         parent, own = request.block_ids[i - 1] if i else None, request.block_ids[i]

@@ -1,4 +1,4 @@
-"""Blocks that are copied to another node: replicas of a stream for its buddy, and prefixes that a node fetches.
+"""Replicas: block copies between nodes: of streams to a buddy node, and of prefixes that another node fetches.
 
 The source holds the blocks until the transfer ends. The receiver holds a copy's blocks until they have arrived. Then
 they are cached like any others: found by their hashes, and evicted when memory is needed."""
@@ -30,7 +30,8 @@ KEPT = 4
 class Replicas:
     """Replicas in transfer: sent by transfer id, received by grant.
 
-    states: what is copied with the blocks of a chain's tokens; None if nothing is. Owned by the engine thread."""
+    states: auxiliary blocks, which are copied with the blocks of a chain; None for models without. Owned by the engine
+    thread."""
 
     def __init__(self, pool: BlockPool, request_table: RequestTable, states: AuxiliaryBlocks | None = None) -> None:
         self._pool, self._request_table, self._states = pool, request_table, states
@@ -61,11 +62,11 @@ class Replicas:
         return nlargest(most, due, key=self._uncopied)
 
     def copyable(self, request: Request) -> int:
-        """Return how many leading blocks a copy has: all full ones, or those that it can be continued from."""
+        """Return how many leading blocks a copy has: all full ones, or those from which the stream can continue."""
         return request.registered if self._states is None else self._states.held(request)
 
     def chain(self, request: Request, length: int) -> list[int] | None:
-        """Return the stream's first `length` blocks with those of what goes with them.
+        """Return the stream's first `length` blocks with their auxiliary blocks.
 
         None if the stream ended or lost any of them."""
         if self._request_table.find(request.key) is not request or request.registered < length:
@@ -124,9 +125,9 @@ class Replicas:
         return len(here), block_ids[len(here) :]
 
     def land(self, grant: Hashable, *, tiers: bool = True) -> tuple[int, int]:
-        """Register all its blocks, which are here and right. tiers: whether these keep them.
+        """Register all blocks of a replica that has arrived intact. tiers: whether tiers keep them.
 
-        Return which blocks of tokens they brought: those of the chain from the first to before the second index."""
+        Return (first, end): the range of the chain's token blocks that it brought."""
         hashes, block_ids, first = self._landing[grant]
         for index in range(first, len(block_ids)):
             before = index - 1 if self._states is None else self._states.parent(index, len(hashes))

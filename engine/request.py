@@ -1,4 +1,4 @@
-"""State of one request inside the engine."""
+"""Request: all state of one attempt inside the engine: its tokens, blocks, hashes, lengths, and what it waits for."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Return whether one token is all there is to compute: it is a stream then, and its next step a decode."""
+        """Return whether one token is left to compute: the request is then a stream, and its next step a decode."""
         return self.uncomputed == 1
 
     @property
@@ -212,7 +212,7 @@ def held_blocks(request: Request) -> list[int]:
 
 
 def held_up(request: Request) -> bool:
-    """Return whether it takes no turn now: the mask of its grammar is not made, or its migration is to end first."""
+    """Return whether it must not run now: its grammar mask is not made, or it waits for the end of its migration."""
     row = request.sample_row
     if request.pause_at is not None and request.computed_len >= request.pause_at:
         return True
@@ -220,7 +220,7 @@ def held_up(request: Request) -> bool:
 
 
 def resumed(request: Request) -> bool:
-    """Return whether it began elsewhere."""
+    """Return whether the request began at another node."""
     return len(request.job.token_ids) > request.job.prompt_len
 
 
@@ -246,5 +246,6 @@ def to_compute(request: Request) -> int:
 
 
 def junior(request: Request) -> tuple[bool, bool, float]:
-    """Return the greatest gives way first. A stream's rank only rises, so the most senior one always gets on."""
+    """Return the sort key of preemption; the greatest is preempted first.
+    A stream's rank only rises, so the most senior one always makes progress."""
     return (not request.output_len, not resumed(request), request.arrived)

@@ -1,4 +1,4 @@
-"""States of a request and the allowed transitions."""
+"""States of a request in the engine, the conditions that it may wait for, and the allowed transitions."""
 
 from __future__ import annotations
 

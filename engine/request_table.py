@@ -1,4 +1,4 @@
-"""Table of all requests by state, with every transition between states.
+"""RequestTable: all requests of an engine by state, the order of the waiting queue, and every transition.
 
                 admitted
     WAITING  ─────────────►  RUNNING      ended:  DONE, or MOVING while the link may touch its blocks (transfer_holds
@@ -31,8 +31,8 @@ class RequestTable:
               because their clients notice each pause. Attempts that failed or were refused before come next, so that
               none is refused for ever. Then come prompts: first those of tenants that have used less than others
               (newcomers), then by fair queuing, as if all that wait
-              shared the node's tokens equally. So a short prompt passes a crowd of long ones, and a long one is passed
-              until it would have had its share, and no longer
+              shared the node's tokens equally. So a short prompt passes many long ones, and a long one is passed only
+              until it would have had its share
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
     shared    virtual time of fair queuing: tokens that each waiting prompt would have had so far. A prompt is due

@@ -1,4 +1,4 @@
-"""Learned rates at which idle blocks are used again, as a function of the time since their last use."""
+"""ReturnRates: learned rates at which idle blocks are used again, by their age; the eviction order ranks by them."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class ReturnRates:
     def rates(self) -> Sequence[float]:
         """Return the returns per second of a chain, by age bin.
 
-        Where this class has seen little it follows the wider one, times the ratio of the returns that it had to those
-        that the wider class's rates let expect: what never returned so far will hardly return later."""
+        A class that has seen little follows the wider one, times the ratio of its own returns to those expected by the
+        wider class's rates: chains that never returned so far are unlikely to return later."""
         before = _FIRST if self._parent is None else self._parent.rates()
         expected = sum(map(mul, self._exposed, before))
         ratio = (sum(self._returns) + PRIOR) / (expected + PRIOR)
@@ -76,7 +76,7 @@ class ReturnRates:
         return found
 
     def values(self) -> Sequence[float]:
-        """Return, by age bin, the most returns per second that keeping a block of that age can give.
+        """Return, by age bin, the highest rate of returns per second that keeping a block of that age can give.
 
         That is the highest ratio, over all times to keep it, of the chance that it returns meanwhile to the expected
         time until it returns or is given up (Gittins index). A block that returns in a minute or never is worth more

@@ -1,4 +1,4 @@
-"""Model runner: executes one step and samples its tokens."""
+"""Runner: executes one step of the model over the KV pool and samples its tokens; StepRunner is its interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCORED_ROWS = 128
 
 
 SHORT = 64
-"""Most tokens of a step that keeps the cores to its end; handing them over would take as long as the step."""
+"""Limit of the tokens of a step that keeps the cores to its end; handing them over would take as long as the step."""
 
 
 class StepRunner(Protocol):
@@ -55,7 +55,7 @@ class StepRunner(Protocol):
 
     @property
     def launch(self) -> Launch | None:
-        """Return what begins steps of plain streams asynchronously; None if steps are over when `run` returns."""
+        """Return the function that launches steps of plain streams asynchronously; None if the device has no queue."""
 
     def run(
         self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
@@ -117,8 +117,8 @@ class Runner:
         The result is None for other slices, and where a grammar's mask is not ready. On return the K/V is in the pool,
         so the link may read it; drawing tokens has already waited for the device.
 
-        Raises Unwanted if a prompt was not `wanted` to its end; nothing more is written then, until it continues from
-        `halfway`."""
+        Raises ForwardAbandoned if a prompt was not `wanted` to its end; nothing more is written then, until it
+        continues from `halfway`."""
         whole = slices[0].streams or sum(part.count for part in slices) <= SHORT
         urgent = any(part.request.job.newcomer and not part.request.output_len for part in slices)
         with self._shift.computing(wanted, whole=whole, urgent=urgent) as wanted:
@@ -146,7 +146,7 @@ class Runner:
 
     @property
     def launch(self) -> Launch | None:
-        """Return what begins steps of plain streams asynchronously, if the device runs asynchronously."""
+        """Return the function that launches steps of plain streams, if the device runs asynchronously."""
         return self._launch if self.beside else None
 
     @torch.inference_mode()
@@ -172,7 +172,7 @@ class Runner:
 
         Return float32 logits [rows, vocab] behind its last tokens, on the host.
 
-        Raises Unwanted if it was not `wanted` to its end."""
+        Raises ForwardAbandoned if it was not `wanted` to its end."""
         own = token_ids[part.start : part.start + part.count]
         ids, plan = lay_out(own, [part], self._block_size, self._staging)
         with self._shift.computing(wanted) as wanted:

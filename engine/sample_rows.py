@@ -1,4 +1,4 @@
-"""Sampling rows of a step's slices, and the results of rows by slice."""
+"""Sampling rows of a step's slices (one per drawn token, drafts included), and the drawn results grouped by slice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample_rows(part: Slice) -> list[SampleRow]:
 
 
 def by_slice(slices: Sequence[Slice], drawn: Sequence[Sampled | None]) -> list[Found]:
-    """Return the outcome of each slice, of what was drawn for the rows of all."""
+    """Return the outcome of each slice, from the tokens drawn for all rows."""
     found: list[Found] = []
     rows = iter(drawn)
     for part in slices:

@@ -1,8 +1,8 @@
-"""Sampling of the next token for every row of a step.
+"""Sampling of the next token for every row of a step, and log-probabilities of drawn and prompt tokens.
 
 Logits processors come first, then `Ops.adjust` and `Ops.draw`. Tokens that a grammar forbids stay forbidden.
 
-Only what some row of the batch asks for is run; rows never affect each other. Names and ranges are those of
+Only stages that some row of the batch asks for are run; rows never affect each other. Names and ranges are those of
 protocol.sampling.
 """
 

@@ -132,7 +132,7 @@ class Scheduler:
         return decodes[: self.limits.max_num_batched_tokens]
 
     def _grow(self, request: Request) -> bool:
-        """Make room for the request's next token; False if it had to give way itself."""
+        """Make room for the request's next token; False if the request itself was preempted."""
         while not self.blocks.extend(request):
             victims = [r for r in self.request_table.running if r.transfer is None]
             if not victims:
@@ -197,20 +197,20 @@ class Scheduler:
         return begun
 
     def _lacks_rows(self, request: Request, media: RequestMedia) -> bool:
-        """Return whether a request lacks rows of media whose tokens it will compute.
+        """Return whether a request must wait for rows of media whose tokens it will compute.
 
-        It waits for no rows while its prompt is to arrive, or another one computes a beginning that they share."""
+        Not while its prompt arrives by a grant, or while another prompt computes a prefix that they share."""
         if request.grant is not None or not media.missing(self.blocks.computes_from(request)):
             return False
         return not (self.pool.prefix_caching and coming(request, self.request_table.running))
 
     def _crowds(self, request: Request) -> bool:
-        """Return whether a new prompt must wait until others arrive that hold blocks already."""
+        """Return whether a new prompt must wait for the arrival of prompts that hold blocks already."""
         held = 0 if resumed(request) else arriving(self.request_table)
         return 0 < held > self.pool.num_blocks // ARRIVING - self.blocks.wanted(request)
 
     def _seats(self, request: Request) -> int:
-        """Return how many seats may be taken with this request: for streams that began elsewhere, reserved ones too."""
+        """Return the limit of seats in use with this request; streams that began elsewhere may use reserved seats."""
         most = self.limits.max_num_seqs
         return min(most_seats(most), self.limits.max_num_batched_tokens) if resumed(request) else most
 
@@ -237,5 +237,5 @@ class Scheduler:
 
 
 def most_seats(max_num_seqs: int) -> int:
-    """Return the most requests that run at once: `max_num_seqs`, and streams in reserved seats."""
+    """Return how many requests can run at once: `max_num_seqs`, and streams in reserved seats."""
     return max_num_seqs + max(1, max_num_seqs // KEPT)

@@ -1,4 +1,4 @@
-"""Speculative decoding: chooses how many draft tokens a step verifies.
+"""Speculation: chooses the draft tokens that a step verifies, of n-grams or a draft model, by measured step times.
 
 A draft never changes the text: the token at its position is drawn from the same logits and noise as without it, and
 everything behind the first difference is discarded."""

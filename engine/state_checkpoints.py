@@ -1,11 +1,11 @@
-"""Recurrent states of requests: their rows, and checkpoints of them in blocks of the pool.
+"""StateCheckpoints: recurrent states of requests: rows for steps, and checkpoints in hashed blocks for prefix reuse.
 
 A checkpoint is the state at the end of a full block, in `num_blocks` blocks with hashes of their own
 (`protocol.hashing.state_hashes`): the first is a child of that block, each other one of the one before. So it is found,
 counted, sent and evicted as blocks are, before the block that it belongs to, and it is whole if its last block is here.
-Reuse of a prefix ends at a checkpoint. One is made at the end of a prompt's last full block, where a prompt leaves a
-beginning that others have, every `stride` blocks, and at the last full block of a request that ends. A stream that is
-copied to another node has more of them."""
+Reuse of a prefix ends at a checkpoint. One is made at the end of a prompt's last full block, where a prompt departs
+from cached prompts, every `stride` blocks, and at the last full block of a request that ends. A stream that is copied
+to another node has more of them."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class StatePrefixes:
 
 
 LEAST = 4
-"""Fewest blocks from one checkpoint of a request to the next; so many are computed about as fast as none."""
+"""Fewest blocks from one checkpoint of a request to the next; computing these blocks again costs hardly any time."""
 COPIED_BLOCKS = 8
-"""Least blocks between checkpoints of a stream that is copied to another node: of as many as a copy has at least."""
+"""Fewest blocks between checkpoints of a stream that is copied to another node: as many as a copy has at least."""
 STRIDE_TOKENS = 1024
 """Least distance of regular checkpoints, in tokens; prompts are computed in several steps for them."""
 
@@ -94,8 +94,8 @@ STRIDE_TOKENS = 1024
 def stride_of(num_blocks: int, least: int) -> int:
     """Return the blocks from one regular checkpoint of `num_blocks` blocks to the next, `least` or more.
 
-    It is a power of two, so that checkpoints of prompts with a common beginning fall together, and no less than a
-    checkpoint has, so that checkpoints never take more memory than the blocks between them."""
+    It is a power of two, so that checkpoints of prompts with a common prefix coincide, and at least `num_blocks`, so
+    that checkpoints never take more memory than the blocks between them."""
     return 1 << (max(num_blocks, least) - 1).bit_length()
 
 
@@ -191,7 +191,7 @@ class StateCheckpoints(StatePrefixes):
         """Take the rows of a request that ends or loses its blocks; return the blocks of its checkpoints.
 
         The request still holds its blocks. The state after its last full block becomes a checkpoint, if there is
-        room. The blocks returned are held for `owner`, so that they rest with the request's own."""
+        room. The blocks returned are held for `owner`, so that they become idle together with the request's own."""
         rows = request.state_rows
         if rows is None:
             return []
@@ -204,7 +204,7 @@ class StateCheckpoints(StatePrefixes):
         return self._pool.acquire(owner(request), REQUEST, blocks, 0) or []
 
     def release(self, request: Request, blocks: list[int]) -> None:
-        """Release the blocks that `end` returned, after those of the request: the last checkpoint leaves last.
+        """Release the blocks that `end` returned, after those of the request.
 
         Those for a transfer of its state are the request's own, unless a grant's link may still write them."""
         if request.grant is None:

@@ -1,4 +1,4 @@
-"""Rows of recurrent states that a step reads and writes, as inputs of the model."""
+"""StateInputs: the rows of recurrent states that a step reads and writes, as inputs of the model."""
 
 from __future__ import annotations
 

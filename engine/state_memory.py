@@ -1,4 +1,4 @@
-"""Memory of recurrent states: the rows that steps read and write, and copies between rows and blocks of the pool."""
+"""StateMemory: rows of recurrent states that steps read and write, and copies between rows and blocks of the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of recurrent states: which rows of the states' tensor each running request has."""
+"""Rows of recurrent states: which rows of the states' tensor each running request has, and which rows are free."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROWS = 3
 class StateRows:
     """Rows of one running request.
 
-    A step reads `before` and writes `after`; only `advance`, when the step is committed, makes what it wrote the state
-    of the request. So a step that raises, is suspended or is abandoned can be computed again from the same state.
+    A step reads `before` and writes `after`; only `advance`, when the step is committed, makes `after` the state of the
+    request. So a step that raises, is suspended or is abandoned can be computed again from the same state.
 
     rows          its rows of the tensor
     length        tokens that the state has seen
@@ -22,7 +22,7 @@ class StateRows:
     after         row that the next step writes
     boundary      (tokens, row) of the state at the end of the last full block, while it is kept
     checkpointed  tokens up to which a checkpoint was made or loaded
-    shared        tokens of the blocks that were found when the request was admitted: others begin with them, too
+    shared        tokens of the blocks that were found when the request was admitted: other prompts share them
     checkpoints   leading blocks, for each checkpoint that was made or loaded"""
 
     rows: tuple[int, ...]
@@ -40,7 +40,7 @@ class StateRows:
         return next(row for row in self.rows if row not in used)
 
     def advance(self, tokens: int, block_size: int) -> None:
-        """Make what the last step wrote the request's state, which has now seen `tokens` more."""
+        """Make the row that the last step wrote the request's state, which has now seen `tokens` more."""
         if tokens:
             self.before = self.after
             self.length += tokens

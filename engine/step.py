@@ -1,4 +1,4 @@
-"""One engine step: schedules, runs, and updates requests, pool and events."""
+"""Stepper: one engine step: schedules and runs a batch, commits its tokens, and updates requests, blocks and events."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ REGISTERED_AT_ONCE = 1024
 
 
 class Stepper:
-    """Executes steps. longest: tokens at which a sequence ends; events: queue of outgoing events; tokens: of the step
-    that runs, for other threads."""
+    """Executes steps. longest: tokens at which a sequence ends; events: queue of outgoing events; tokens: number of
+    tokens of the step that runs, for other threads."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Stepper:
         self._announce_admissions()
 
     def drop(self, request: Request, error: KvferryError) -> None:
-        """End a request with an error in any state, and tell its listeners.
+        """End a request with an error in any state, and report that as an event.
 
         The blocks of a grant stay held until `TransferHolds.grant_quiet`."""
         granted = request.held_for_transfer

@@ -1,4 +1,4 @@
-"""Learned cost of a step by its number of rows."""
+"""StepCost: seconds of a step as a line in its number of rows, fitted to past steps; used by budget and speculation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOISE = 1 / 3
 
 Steps of equal rows differ by about a tenth of their time, and the assumption is wrong by some three tenths."""
 NEAR, FADE = 1 / 8, 0.001
-"""Steps of about as many rows as usual tell nothing of a row's cost; the known cost fades by FADE with each."""
+"""Steps with a number of rows within NEAR of the mean do not show a row's cost; the learned cost fades by FADE then."""
 ODD, FEW = 4.0, 8
 """A step that takes ODD times its predicted time is counted at the prediction, for FEW steps.
 
@@ -29,7 +29,7 @@ class StepCost:
         self._row = ROW
 
     def saw(self, rows: int, seconds: float) -> None:
-        """Record a step of so many rows."""
+        """Record a step of `rows` rows."""
         mean, seconds = self._rows / self._count if self._count else rows, max(LEAST_S, seconds)
         if self._count > FEW:
             first, further = self.line()
@@ -52,7 +52,7 @@ class StepCost:
 
     @property
     def told(self) -> bool:
-        """Return whether steps differ enough to tell more of what a row costs than the guess does."""
+        """Return whether steps differ enough that the measured cost of a row is better than the guess."""
         return self.spread > self._trust
 
     @property

@@ -1,4 +1,4 @@
-"""Slices of a step: which tokens of each request it computes."""
+"""Slice: the tokens of one request that a step computes; `chunks_of` cuts prompts into slices within a token budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slice:
 
     @property
     def streams(self) -> bool:
-        """Return the one token is output, no rest of a prompt."""
+        """Return whether it is one token of output, not the rest of a prompt."""
         return self.decodes and self.start >= len(self.request.job.token_ids)
 
     @property
@@ -38,7 +38,7 @@ class Slice:
 
     @property
     def draws(self) -> bool:
-        """Return a token is drawn behind its last one."""
+        """Return whether a token is drawn after its last one."""
         return self.samples and self.request.generates
 
 
@@ -49,7 +49,7 @@ def chunks_of(
     whole: bool = False,
     stop: Callable[[Request], int] | None = None,
 ) -> list[Slice]:
-    """Return as much of each request, in order, as the budget allows.
+    """Return slices of the requests, in order, as far as the budget allows.
 
     whole: all of a request or nothing, and the last one may exceed the budget. stop: returns the length up to which a
     request's slice may go. Media whose tokens attend to each other are computed whole, even beyond the budget."""

@@ -1,4 +1,4 @@
-"""Statistics of one step."""
+"""StepStats: figures of each step (tokens by phase, preemptions, evictions, drafts, checkpoints) as a Stepped event."""
 
 from __future__ import annotations
 

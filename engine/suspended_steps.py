@@ -1,4 +1,4 @@
-"""Steps suspended between two layers for more urgent work, and resumed there."""
+"""Prompt steps that are suspended between two layers for more urgent work, and resumed there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step_slices import Slice
 
 DEEPEST = 4
-"""Most steps suspended at once; the step that runs then goes to its end."""
+"""Maximum number of steps suspended at once; a step that runs beside so many is not suspended."""
 LEAST_S = 0.005
 """Seconds for which a step computes before it may be suspended; the next round takes tenths of a millisecond."""
 
@@ -47,7 +47,7 @@ class Batch:
         return min(part.request.place for part in self.slices)
 
     def left(self) -> bool:
-        """Keep those slices whose requests wait for it as they did, in the same blocks; whether there are any."""
+        """Keep only slices whose requests still wait for them in the same blocks; return whether any are left."""
         kept = [
             i for i, (part, blocks) in enumerate(zip(self.slices, self.chains, strict=True)) if _waits(part, blocks)
         ]

@@ -1,4 +1,4 @@
-"""Events about admitted requests, and about blocks that their transfers send or receive."""
+"""Makes events: a request was admitted, blocks are ready to be received into, and computed blocks are ready to send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.engine.request import Request, held_blocks
 
 
 def admitted(request: Request) -> Iterator[Event]:
-    """Report that a request got its blocks; a grant's can be received into, the state's behind those of tokens."""
+    """Report that a request got its blocks; the blocks of a grant, token blocks first, can now be received into."""
     assert request.admitted is not None
     if request.grant is not None:
         yield Reserved(request.grant, request.first_block, tuple(held_blocks(request)[request.first_block :]))
@@ -18,7 +18,7 @@ def admitted(request: Request) -> Iterator[Event]:
 
 
 def to_ship(request: Request, upto: int) -> list[Event]:
-    """Announce computed blocks before index `upto` that decode lacks and that were not announced yet."""
+    """Announce computed blocks before index `upto` that the decode node lacks and that were not announced yet."""
     assert request.transfer is not None
     begin = max(request.shipped, request.first_block)
     if upto <= begin:

@@ -1,4 +1,4 @@
-"""Holds on the blocks of ended requests that the link may still touch."""
+"""TransferHolds: blocks of ended requests that stay held because a transfer may still read or write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of requests for their layers with windows: the pages of their last tokens, and a batch's tables of them."""
+"""A request's pages (blocks of sliding-window layers for its last tokens), and a batch's block tables of pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WindowBlocks:
     """Pages of a request: consecutive ones from `first` on, each with one block of every group of layers.
 
     Page i holds the K/V of the tokens of block i of the request's chain. registered: pages before it are findable, or
-    have left the window. groups: ids of the pages' blocks, by group."""
+    lie behind the window. groups: ids of the pages' blocks, by group."""
 
     __slots__ = ("first", "groups", "registered")
 

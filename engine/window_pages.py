@@ -1,11 +1,11 @@
-"""K/V of layers with windows, in pages of ordinary blocks that requests give up behind their windows.
+"""WindowPages: K/V of sliding-window layers, in pages of ordinary blocks that requests release behind their windows.
 
 Page i of a sequence is one block of each group of such layers (`protocol.layer_groups`), for the tokens of block i of
 its chain. Its blocks have hashes of their own (`protocol.hashing.state_hashes`): the first is a child of that block,
 each other one of the one before. So pages are found, counted, sent and evicted as blocks are, before the block that
 they belong to, and a page is whole if its last block is here. A request holds the pages of its window and those that
-its next tokens fill. What it leaves behind is cached, and evicted before anything else. A prefix can be reused if the
-pages of the window before its end are here."""
+its next tokens fill. Pages behind the window are cached, and evicted before all other blocks. A prefix can be reused if
+the pages of the window before its end are here."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvferry.protocol.layer_groups import LayerGroups
 from kvferry.protocol.layout import blocks_for
 
 AHEAD = 2048
-"""Most tokens of a prompt for which pages are held ahead of its window; longer steps would be hardly faster."""
+"""Limit of a prompt's tokens for which pages are held ahead of its window; longer steps would be hardly faster."""
 KEPT_EVERY = 4
-"""Tiers keep whole windows that are at least so many times their length apart, and those where sequences end."""
+"""Tiers keep whole windows that are at least KEPT_EVERY times their length apart, and those where sequences end."""
 SHARE = 2
 """Pages of one request take at most one block in SHARE of the pool, if its window leaves a choice."""
 
 
 class PageShares:
-    """Bounds of the pages of one request in a pool of so many blocks. step_tokens: most tokens of a step.
+    """Bounds of the pages of one request in a pool of `num_blocks` blocks. step_tokens: limit of a step's tokens.
 
-    most: pages that it holds at once. longest: blocks of the longest chain for which there is room beside them."""
+    most: limit of pages held at once. longest: blocks of the longest chain for which there is room beside them."""
 
     def __init__(self, groups: LayerGroups, block_size: int, step_tokens: int, num_blocks: int) -> None:
         window, room = groups.most_pages(block_size), num_blocks // SHARE // groups.count
@@ -44,7 +44,7 @@ class PageShares:
 class WindowPages(WindowPrefixes):
     """Pages of one engine's requests; implements `engine.auxiliary_blocks.AuxiliaryBlocks`. Owned by the engine thread.
 
-    step_tokens: most tokens of a step. stride: distance in blocks at which routers look for pages."""
+    step_tokens: limit of a step's tokens. stride: distance in blocks at which routers look for pages."""
 
     stride = 8
     saved_total = loaded_total = 0
@@ -84,7 +84,7 @@ class WindowPages(WindowPrefixes):
         request.windows.registered = request.registered
 
     def missing(self, request: Request, tokens: int) -> int:
-        """Return how many blocks it lacks for the pages of so many tokens, as far as its share goes."""
+        """Return how many blocks it lacks for the pages of `tokens` tokens, within its share."""
         pages = request.windows
         if pages is None:
             return 0
@@ -94,17 +94,15 @@ class WindowPages(WindowPrefixes):
     def stop(self, request: Request) -> int:
         """Return the length up to which the request's next slice may go: as far as it has pages.
 
-        It is where the request stands if they do not hold the image that comes next, which is computed whole."""
+        If the pages do not hold the whole image that comes next, it is the computed length: the slice must wait."""
         pages, media, start = request.windows, request.media, request.computed_len
         assert pages is not None
         end = min(len(request.token_ids), pages.end * self._block_size)
         return start if media is not None and start < end < start + media.whole(start, end - start) else end
 
     def advance(self, request: Request, tokens: int) -> None:
-        """Make full pages findable, release those behind the window, and take others in their place if it has prompt
-        left.
-
-        A page that another request uses too is not free by that: then the next ones are taken when they are needed."""
+        """Make full pages findable, release those behind the window, and take new pages if it has prompt left.
+        Released pages that other requests use are not free; if too few are free, pages are taken when needed."""
         pages = request.windows
         assert pages is not None
         self._register(request, pages)
@@ -125,7 +123,7 @@ class WindowPages(WindowPrefixes):
         self._pool.release(*request.holder, blocks[used:])
 
     def sent(self, request: Request, reserved: Sequence[int]) -> list[int]:
-        """Return the blocks of the pages that another node needs to go on behind the request's computed tokens."""
+        """Return the blocks of the pages that another node needs to continue after the request's computed tokens."""
         pages, size = request.windows, self._block_size
         assert pages is not None
         return pages.ids(self._groups.first_page(request.computed_len, size), blocks_for(request.computed_len, size))
@@ -133,8 +131,8 @@ class WindowPages(WindowPrefixes):
     def end(self, request: Request) -> list[int]:
         """Take the pages of a request that ends or loses its blocks; return those that can be found, for its session.
 
-        The request still holds its chain. What cannot be found is released here, and what a grant brought to a request
-        that never began."""
+        The request still holds its chain. Pages that cannot be found are released here, and so are blocks that a grant
+        brought to a request that never began."""
         pages = request.windows
         if pages is None:
             if request.grant is None and request.block_ids:
@@ -166,7 +164,7 @@ class WindowPages(WindowPrefixes):
             assert pages.end * self._block_size >= request.computed_len, f"{request.key}: its last page is lost"
 
     def _share(self, request: Request) -> int:
-        """Return the most pages that a request holds at once, with room for its longest image computed whole."""
+        """Return the limit of pages that a request holds at once, with room for its longest image computed whole."""
         media = request.media
         if media is None or not media.bidirectional:
             return self._most
@@ -179,7 +177,7 @@ class WindowPages(WindowPrefixes):
             self._pool.changes.keep(name for each in window for name in state_hashes(each, self.num_blocks))
 
     def _register(self, request: Request, pages: WindowBlocks) -> None:
-        """Make the pages of the request's findable blocks findable; equal ones that are take their place."""
+        """Make the pages of the request's findable blocks findable; replace pages whose equals are findable already."""
         for number in range(pages.registered, min(request.registered, pages.end)):
             parent, place = request.block_ids[number], number - pages.first
             tiers = number % self._kept_every >= self._kept_every - self._before

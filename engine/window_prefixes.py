@@ -1,4 +1,4 @@
-"""Prefixes that end with the pages of a window, and chains of blocks with these pages among them."""
+"""WindowPrefixes: which cached prefixes can be reused, given the pages of their last window, and chains with pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WindowPrefixes:
 
     @property
     def most(self) -> int:
-        """Return the most blocks that follow a chain to another node."""
+        """Return the maximum number of page blocks that go with a chain to another node."""
         return self._before * self.num_blocks
 
     def covered(self, hashes: Sequence[bytes], found: Callable[[bytes], bool] | None = None) -> int:
@@ -40,10 +40,10 @@ class WindowPrefixes:
         return count
 
     def chain(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Return these blocks' hashes, those of the last window with their pages: what another node needs.
+        """Return the hashes that another node needs: these blocks, and in the last window also their pages.
 
-        Each page is right behind its block. So a node with the chain of a shorter sequence has the beginning of this
-        one, pages that both need included."""
+        Each page follows its block. So a node with the chain of a shorter sequence has the beginning of this one,
+        including the pages that both need."""
         first = self._first(len(hashes))
         window = (name for each in hashes[first:] for name in (each, *state_hashes(each, self.num_blocks)))
         return [*hashes[:first], *window]
@@ -80,5 +80,5 @@ class WindowPrefixes:
         return bool(self._pool.match((block_hash,)))
 
     def _first(self, count: int) -> int:
-        """Return the first page that is needed behind so many full blocks."""
+        """Return the first page that is needed after `count` full blocks."""
         return max(0, count - self._before)

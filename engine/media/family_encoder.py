@@ -1,4 +1,4 @@
-"""Processor and tower of one model, for images or audio."""
+"""FamilyEncoder: MediaEncoder of one model family: renders chats to token ids and media, and runs the tower."""
 
 from __future__ import annotations
 
