@@ -66,17 +66,17 @@ class Admission:
             raise InvalidRequest(f"token ids must be at least 0 and below {self._vocab_size}", param="prompt")
 
     def check_first(self, job: Job, token_ids: Sequence[int], covered: int, room: int) -> None:
-        """Raise TransferFailed unless the request can continue after these tokens, of which the last is not computed.
+        """Raise TransferFailed unless the request can continue after these tokens, the last of them not computed.
 
         covered: leading tokens whose K/V arrived; 0: those of the job. room: capacity of the arrived blocks, in tokens.
         An error here is the other node's fault, not the client's, and the request may fit elsewhere."""
         if not self._has(token_ids):
-            raise TransferFailed("a hand-over with token ids outside the vocabulary")
+            raise TransferFailed("the hand-over has token ids outside the vocabulary")
         known, total = len(job.token_ids), len(job.token_ids) + len(token_ids)
         if not known < total < self._longest or job.work.ends_on_prompt(total - job.prompt_len - 1):
-            raise TransferFailed(f"a hand-over of {len(token_ids)} tokens exceeds the request's length limit")
+            raise TransferFailed(f"the hand-over of {len(token_ids)} tokens exceeds the request's length limit")
         if covered and not known <= covered <= min(room, total - 1):
-            raise TransferFailed(f"a hand-over with the K/V of {covered} tokens, which is impossible")
+            raise TransferFailed(f"the hand-over claims the K/V of {covered} tokens, which is impossible")
 
     def _has(self, token_ids: Sequence[int]) -> bool:
         return not token_ids or 0 <= min(token_ids) <= max(token_ids) < self._vocab_size

@@ -10,7 +10,7 @@ STRIDE = 64
 
 
 def zeros(count: int) -> Generator[None, None, array[int]]:
-    """Yield an array of that many zeros."""
+    """Return an array of `count` zeros, filled piecewise."""
     found, piece = array("i"), array("i", bytes(4 * 16384))
     while len(found) < count:
         found.extend(piece[: count - len(found)])

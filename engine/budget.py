@@ -42,7 +42,7 @@ class Budget:
         self._cost = StepCost()
 
     def tokens(self, decodes: int, here: Iterable[Request]) -> int:
-        """Return the prompt tokens that a step may compute beside that many streams.
+        """Return the prompt tokens that a step may compute beside `decodes` streams.
 
         here: running and waiting requests."""
         left = self._limits.max_num_batched_tokens - decodes

@@ -7,8 +7,8 @@ token's logits, once after its own blocks and once with the received blocks amon
 difference. For a greedy request it compares the first token, too.
 
 Transfers of a sender are checked until one agrees, and again after one that differs: the first transfers find a
-misconfigured node. Of the others a share is drawn, except those computed with an adapter or with media. A check does
-not find errors that reach later requests by prefix reuse.
+misconfigured node. Of later transfers a share is drawn, except those computed with an adapter or with media. A check
+does not find errors that reach later requests by prefix reuse.
 
 Nothing waits for a check. It runs while the engine is idle, in pieces that stop between two layers when work arrives.
 If requests are present for PATIENCE_S, it runs beside the streams in small pieces for one REST-th of the time. It is

@@ -99,7 +99,7 @@ class CanaryCheck:
     def _mixed(self, runner: Computes) -> list[int]:
         """Return the sequence's chain with the received blocks in it.
 
-        The last token's K/V goes into the spare block: others read the received ones and write after them."""
+        The last token's K/V goes into the spare block: requests read the received blocks and write after them."""
         full, beyond = divmod(self.known, self.block_size)
         spare = self.own[-1]
         if beyond:

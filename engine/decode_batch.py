@@ -16,7 +16,7 @@ from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.lora import Adapted, Adapter
 
 SPARE_BLOCKS = 8
-"""Spare columns of a cached block table: it is rebuilt once in that many blocks."""
+"""Spare columns of a cached block table, which is rebuilt once per SPARE_BLOCKS new blocks of a request."""
 
 
 class DecodeBatch:

@@ -1,4 +1,4 @@
-"""Verification of speculative tokens: accepts the longest correct prefix of each draft."""
+"""`accept` verifies speculative tokens: keeps the longest correct prefix of a draft, and the token drawn after it."""
 
 from __future__ import annotations
 

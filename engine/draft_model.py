@@ -26,7 +26,7 @@ from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.work import Generate
 
 FEW = 4
-"""Most tokens that are computed as rows of a decode step, which is faster than a chunk of them."""
+"""Maximum number of tokens that are computed as rows of a decode step, which is faster than as a chunk."""
 LEARN = 0.3
 """Weight of the newest chunk in the average time."""
 
@@ -60,9 +60,9 @@ class DraftState:
 class DraftModel:
     """Draft model of one engine, on the engine's thread.
 
-    chunk: most tokens to catch up in a step. vocab_size: number of ids that streams can have. shift: grants its turns
-    to compute (its runner asks nobody). cost: seconds of its decode steps. token_s: seconds per token of a chunk.
-    waited_s: seconds it waited for the cores in the last `draft`."""
+    chunk: limit of tokens to catch up in a step. vocab_size: number of ids that streams can have. shift: grants its
+    turns to compute (its runner has no turns of its own). cost: seconds of its decode steps. token_s: seconds per token
+    of a chunk. waited_s: seconds it waited for the cores in the last `draft`."""
 
     def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: CoreTurns) -> None:
         self.cost = StepCost()
@@ -84,7 +84,7 @@ class DraftModel:
         return len(stream.token_ids) - (min(shadow.request.computed_len, shadow.known) if shadow else 0)
 
     def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
-        """Draft at most that many tokens for each stream, one pass per position over all streams.
+        """Draft tokens for each (stream, maximum number), one pass per position over all streams.
 
         A stream gets none without space for it, or if more of it must be computed than a step may take."""
         shadows = [self._shadow(stream, count) for stream, count in wanted]
@@ -154,7 +154,7 @@ class DraftModel:
         return shadow
 
     def _uncomputed(self, requests: Sequence[Request]) -> list[Slice]:
-        """Return slices to compute before the first drafts: short ones whole, and a chunk of the nearest others."""
+        """Return slices to compute before the first drafts: up to FEW tokens whole, and a chunk of longer ones."""
         few = [request for request in requests if request.uncomputed <= FEW]
         rows = [Slice(request, at, 1) for request in few for at in range(request.computed_len, len(request.token_ids))]
         far = sorted((r for r in requests if r.uncomputed > FEW), key=lambda request: request.uncomputed)

@@ -24,7 +24,7 @@ LEARN = 0.05
 TRIALS = 0.02
 """Share of the steps' time in which drafts are tried although they do not seem to pay."""
 DEBT_S = 2.0
-"""Most time that seemingly useful drafts may have lost in sum, and most gain that is remembered, in seconds."""
+"""Limits of the time that seemingly useful drafts may have lost in total, and of the gain remembered, in seconds."""
 EXPECTED = 128
 """Tokens that a stream is expected to generate from now on, unless it has generated more already."""
 

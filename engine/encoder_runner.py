@@ -18,7 +18,7 @@ from kvferry.protocol.work import Classify, Embed
 SHORTEST = 0.5
 """Shortest text of a batch as a share of its longest: each takes the time of the longest."""
 PADDED_TOKENS = 16_384
-"""Most padded tokens of a batch, unless it is one text."""
+"""Limit of a batch's padded tokens, unless it is one text."""
 
 
 class EncoderRunner:

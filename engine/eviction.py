@@ -28,7 +28,7 @@ CLASSES = 1024
 CONTINUES = 0.8
 """A prompt continues a session if it begins with at least this share of the blocks of the session's last prompt."""
 RANK_S = 1.0
-"""Interval in seconds at which the values of all classes are computed anew."""
+"""Interval in seconds at which the values of all classes are recomputed."""
 MOST_LEVEL = 4
 """Highest level of a class: turns of a session, or sessions that share a block, from 8 on."""
 PAUSED, SHARED, COPIED, CLOSED = IDLE_KINDS
@@ -224,7 +224,7 @@ class ValueEviction:
     def _rates(self, tenant: str, kind: str, times: int, detail: str = "", tools: int = 0) -> ReturnRates:
         """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares.
 
-        Chains whose tools are known are told apart by them, not by turns."""
+        Chains whose tools are known are classed by the tools, not by turns."""
         return self._classes.find(tenant, kind + detail, 0 if tools else min(MOST_LEVEL, times.bit_length()), tools)
 
     def _copy(self) -> IdleChain:

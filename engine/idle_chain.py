@@ -130,7 +130,7 @@ class AgedChains:
             self.watch(chain)
 
     def rank(self) -> None:
-        """Compute the values of all groups anew."""
+        """Recompute the values of all groups."""
         self._order = [self._ranked(key) for key in self._groups]
         heapq.heapify(self._order)
 

@@ -1,4 +1,4 @@
-"""Decode step that was launched and whose tokens are collected later."""
+"""InflightStep: handle of a decode step that was launched on the device and whose tokens are collected later."""
 
 from __future__ import annotations
 

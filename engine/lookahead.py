@@ -1,4 +1,4 @@
-"""Asynchronous scheduling: launches the next decode step while one runs.
+"""Lookahead: asynchronous scheduling, which launches the next decode step while one runs on the device.
 
 A device that computes asynchronously then never waits for the host between two steps.
 
@@ -54,7 +54,7 @@ class Lookahead:
     def run(self, batch: Batch, *, further: bool) -> list[Drawn] | None:
         """Run a batch like `SuspendedStep.run`: collect the step in flight, after launching the next one.
 
-        It launches only if the batch may go `further`. If that raises, it computes the step anew."""
+        further: whether to launch it. If launching or collecting raises, compute the step again from the start."""
         try:
             if further:
                 self._launch(batch)

@@ -120,7 +120,7 @@ class OutboundMigrations:
             return ()
         blocks = self._pool.acquire("migration", SHIP, [], states.reserved)
         if blocks is None:
-            raise TransferFailed("there is no room for a copy of the stream's state")
+            raise TransferFailed("the pool has no room for a copy of the stream's state")
         return tuple(blocks)
 
     def stand(self, transfer: int) -> Stand | None:
@@ -177,7 +177,7 @@ def widen(scheduler: Scheduler, request: Request) -> None:
     if request.state is State.RUNNING:
         scheduler.preempt(request)
     else:
-        raise GrantRefused("there is no room for the tokens of the hand-over")
+        raise GrantRefused("the pool has no room for the tokens of the hand-over")
 
 
 def streams(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Tolerance between the outputs of two nodes in a canary check.
+"""Distances between the outputs of two nodes in a canary check, and the tolerance of each number format.
 
 Nodes with one fingerprint may use different kernels and batches, which round differently.
 

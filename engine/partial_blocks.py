@@ -36,7 +36,7 @@ class PartialBlock(NamedTuple):
 class PartialBlocks:
     """Registry of partial blocks, at most one entry per block. Owned by the engine thread.
 
-    A block is known from when it holds its tokens' K/V until it is allocated anew. Its holders write only after those
+    A block is known from when it holds its tokens' K/V until it is allocated again. Its holders write only after those
     tokens, and a freed block keeps them and is allocated last. enabled: prefixes are reused at all."""
 
     def __init__(self, *, enabled: bool = True) -> None:

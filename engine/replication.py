@@ -1,7 +1,7 @@
-"""Replicas: block copies between nodes: of streams to a buddy node, and of prefixes that another node fetches.
+"""Replicas: copies of blocks between nodes, of a stream for its buddy node, or of a prefix that another node fetches.
 
 The source holds the blocks until the transfer ends. The receiver holds a copy's blocks until they have arrived. Then
-they are cached like any others: found by their hashes, and evicted when memory is needed."""
+they are cached like all blocks: found by their hashes, and evicted when memory is needed."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Replicas:
         fresh = min(most, len(hashes) - len(here))
         block_ids = self._pool.acquire(grant, GRANT, here, fresh, keep=self._pool.num_blocks // KEPT)
         if block_ids is None:
-            raise GrantRefused("there is no room for copies")
+            raise GrantRefused("the pool has no room for copies")
         self._landing[grant] = (hashes, block_ids, len(here))
         self._pool.miss_reasons.note(hashes[len(here) : len(block_ids)], "not_arrived")
         return len(here), block_ids[len(here) :]

@@ -29,10 +29,9 @@ class RequestTable:
 
     waiting   in the order of admission, by `Request.place`. Streams that began, here or on a lost node, come first,
               because their clients notice each pause. Attempts that failed or were refused before come next, so that
-              none is refused for ever. Then come prompts: first those of tenants that have used less than others
-              (newcomers), then by fair queuing, as if all that wait
-              shared the node's tokens equally. So a short prompt passes many long ones, and a long one is passed only
-              until it would have had its share
+              none is refused for ever. Then come prompts: first those of tenants that have used little (newcomers),
+              then by fair queuing, as if all that wait shared the node's tokens equally. So a short prompt passes many
+              long ones, and a long one is passed only until it would have had its share
     awaiting  with blocks (`seated` counts them) or without
     running   in the order in which they began
     shared    virtual time of fair queuing: tokens that each waiting prompt would have had so far. A prompt is due

@@ -23,7 +23,7 @@ PRIOR, PRIOR_BIN = 4.0, 2.0
 BESIDE = 0.5
 """Weight of the two bins beside an age bin in its rate."""
 NEWS = 0.02
-"""Values are computed anew once this share of what a class remembers has changed."""
+"""Share of a class's remembered observations that must change before its values are recomputed."""
 
 
 class ReturnRates:

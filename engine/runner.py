@@ -45,7 +45,7 @@ class StepRunner(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """Return seconds of the last run in which others had the cores."""
+        """Return seconds of the last run in which other processes had the cores."""
 
     def hurry(self) -> None:
         """Announce urgent work that follows soon. Thread-safe."""

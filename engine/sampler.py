@@ -48,7 +48,7 @@ class SampleRow:
 
     @property
     def drawable(self) -> bool:
-        """True unless its grammar's mask is still to be made."""
+        """Return whether a token can be drawn: false while its grammar's mask is not ready."""
         return self.mask is None or (self.mask.ready and self.mask.error is None)
 
     def ahead(self, count: int, behind: int = -1) -> SampleRow:

@@ -5,12 +5,12 @@ so that a long prompt never stalls a stream (see Budget). A request that cannot 
 yet, or else the one that arrived last. A preempted request is recomputed later; its blocks stay findable until they are
 needed. Streams that came here from a lost node are preempted last.
 
-`Request.place` orders admission and computation: streams that began, then prompts by fair queuing (see
-RequestTable). A prompt is admitted when those before it leave budget for it: the later the cache is searched, the more
-is found. It also waits while another prompt computes a beginning that they share. A request whose prompt arrives by a
-grant needs no budget and may pass prompts that wait for budget; it waits while others hold many blocks that have not
-arrived. No request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams
-that began elsewhere have some reserved seats and blocks that new requests may not use."""
+`Request.place` orders admission and computation: streams that began, then prompts by fair queuing (see RequestTable). A
+prompt is admitted when those before it leave budget for it: the later the cache is searched, the more is found. It also
+waits while another prompt computes a beginning that they share. A request whose prompt arrives by a grant needs no
+budget and may pass prompts that wait for budget; it waits while prompts that have not arrived yet hold many blocks. No
+request passes one that waits for blocks, and none takes the blocks that a passed request will need. Streams that began
+elsewhere have some reserved seats and blocks that new requests may not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StateCheckpoints: recurrent states of requests: rows for steps, and checkpoints in hashed blocks for prefix reuse.
+"""StateCheckpoints: rows of requests' recurrent states, and checkpoints of them in hashed blocks for prefix reuse.
 
 A checkpoint is the state at the end of a full block, in `num_blocks` blocks with hashes of their own
 (`protocol.hashing.state_hashes`): the first is a child of that block, each other one of the one before. So it is found,

@@ -1,4 +1,4 @@
-"""Stepper: one engine step: schedules and runs a batch, commits its tokens, and updates requests, blocks and events."""
+"""Stepper runs one engine step: schedules and runs a batch, commits its tokens, updates requests, blocks and events."""
 
 from __future__ import annotations
 

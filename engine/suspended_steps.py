@@ -20,7 +20,7 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step_slices import Slice
 
 DEEPEST = 4
-"""Maximum number of steps suspended at once; a step that runs beside so many is not suspended."""
+"""Maximum number of steps suspended at once; a further step runs to its end."""
 LEAST_S = 0.005
 """Seconds for which a step computes before it may be suspended; the next round takes tenths of a millisecond."""
 

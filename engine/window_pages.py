@@ -74,7 +74,7 @@ class WindowPages(WindowPrefixes):
         return True
 
     def taken(self, request: Request, reused: Sequence[int], fresh: Sequence[int]) -> None:
-        """Give a request that is admitted these blocks, of which the reused ones come first."""
+        """Give these blocks to a request that is admitted: the reused ones, then the fresh ones."""
         if request.grant is not None:
             request.state_blocks = list(fresh)
             return

@@ -1,4 +1,4 @@
-"""`mixture`: computes a mixture-of-experts layer: routes tokens, sorts them by expert, and sums weighted outputs.
+"""`mixture` computes a mixture-of-experts layer: routes tokens, sorts them by expert, and sums weighted outputs.
 
 The layers are those of Shazeer et al. 2017. Tokens are sorted by expert, so an expert's dense layers run once a step:
 as grouped products if the backend has them, which divide the work on the device; otherwise one expert after the other,

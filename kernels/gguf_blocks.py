@@ -94,7 +94,7 @@ def _scales_and_minima(blocks: torch.Tensor) -> tuple[Levels, Levels]:
     """Return scales and minima, [n, 8] each, from two float16 and 12 bytes with eight pairs of 6 bits.
 
     The low six bits of bytes 0-3 and 4-7 are the first four of each. Nibbles of bytes 8-11 with the top two bits of
-    bytes 0-3 and 4-7 are the others."""
+    bytes 0-3 and 4-7 are the last four of each."""
     scales, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     high_scales = (rest & 15) | ((scales >> 2) & 0x30)
     high_least = (rest >> 4) | ((least >> 2) & 0x30)

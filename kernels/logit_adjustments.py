@@ -95,7 +95,7 @@ class _OnDevice:
             )
 
     def _divide(self, logits: torch.Tensor, penalty: float, last: torch.Tensor | None) -> None:
-        """Divide positive logits by the penalty and multiply others (Keskar et al., arXiv 1909.05858).
+        """Divide positive logits by the penalty and multiply all other logits (Keskar et al., arXiv 1909.05858).
 
         That is the lesser of both results for a penalty above 1 and the greater one below."""
         ids, _ = self._seen.follow()

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 class LowRank:
     """Low-rank addition x @ down.T @ up.T to some outputs of a layer.
 
-    down: [rank, in]. up: [outputs, rank], already scaled. first: the first of these outputs; a fused layer has others.
-    joined: if x and down are a part of the inputs, sums float32 [n, rank] over all ranks."""
+    down: [rank, in]. up: [outputs, rank], already scaled. first: index of the first of these outputs among those of a
+    fused layer. joined: if x and down are a part of the inputs, sums float32 [n, rank] over all ranks."""
 
     down: torch.Tensor
     up: torch.Tensor

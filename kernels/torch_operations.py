@@ -68,7 +68,7 @@ class TorchGrouped:
 
 
 def grouped_by_torch(each: Sequence[Gated | None]) -> GroupedGated | None:
-    """Return grouped products of PyTorch's bfloat16 layers; None for others, or if some are on other ranks.
+    """Return grouped products of PyTorch's bfloat16 layers; None for other layers, or if some are on other ranks.
 
     Until the caller drops `each`, the weights are held twice."""
     layers = [(mlp.gate_up, mlp.down) for mlp in each if mlp is not None]

@@ -31,7 +31,7 @@ class Cores:
     def join(self, node: Computing, advance: Callable[[], None], go_on: Callable[[], None]) -> None:
         """Add a node.
 
-        advance: brings its state to the current time at the old speed. go_on: plans its next event anew."""
+        advance: brings its state to the current time at the old speed. go_on: plans its next event again."""
         self._nodes[node] = advance, go_on
 
     def share(self, node: Computing) -> float:
@@ -42,7 +42,7 @@ class Cores:
         return beside if node.role == "prefill" else max(LEAST, 1 - beside)
 
     def works(self, node: Computing, works: bool) -> None:
-        """Set whether the node is computing; the other role's nodes advance first and then plan anew.
+        """Set whether the node is computing; the other role's nodes advance first and then plan again.
 
         Their work until now was done at the old speed."""
         if works == (node in self._working):

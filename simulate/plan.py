@@ -67,8 +67,8 @@ def encoding(need: Need, machine: Machine, goal: Goal) -> tuple[int, Goal]:
 def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     """Estimate the number of (prefill, decode) nodes.
 
-    Prefill nodes are busy for BUSY of their time. A decode node takes as many streams as keep a step within the goal
-    and fit in its blocks. Raises ConfigError if a single request cannot meet the goal."""
+    Prefill nodes are busy for BUSY of their time. A decode node takes the number of streams that keeps a step within
+    the goal and fits in its blocks. Raises ConfigError if a single request cannot meet the goal."""
     start = int(need.prompt * need.reuse)
     compute_s = machine.compute_s(start, need.prompt)
     allowed_s = goal.ttft_s + goal.ttft_ktoken_s * need.prompt / 1000

@@ -1,4 +1,4 @@
-"""Policy: interface of routing policies in a simulation: chooses nodes and hears of each request's progress."""
+"""Policy: interface of routing policies in a simulation, which choose nodes and are notified of requests' progress."""
 
 from __future__ import annotations
 

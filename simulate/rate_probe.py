@@ -23,7 +23,7 @@ from kvferry.simulate.machine import Machine
 LENGTHS = (64, 320, 768)
 """Tokens of the prompts that are computed alone."""
 ROUNDS = 3
-"""Measured rounds per length, of which the median counts; a first round to warm up does not count."""
+"""Measured rounds per length; their median counts. A first round, to warm up, does not count."""
 STREAMS, TOKENS = 3, 24
 """Concurrent streams, and tokens of each of them and of a single one."""
 BESIDE_TOKENS = 400

@@ -1,4 +1,4 @@
-"""Checker: validates clients' grammars for a router in a child process, which is killed if grammars take too long.
+"""Checker: validates clients' grammars in a child process, which is killed and replaced if grammars take too long.
 
 The caller's process compiles nothing, waits for at most `CHECK_S`, and survives whatever a grammar does to the library.
 """

@@ -96,7 +96,7 @@ class CompileThreads:
             try:
                 job()
             except Exception:
-                log.exception("a grammar's job failed")
+                log.exception("a grammar compilation or mask failed")
             with self._changed:
                 worker.began = None
                 if not worker.spent:

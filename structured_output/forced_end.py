@@ -34,7 +34,8 @@ class Marks:
     """Single tokens of a vocabulary that lead to an output's end.
 
     The first allowed token of a kind is taken. `closers` close an object or array, `next` leads to the next value,
-    `fillers` serve where neither is allowed, nor few others. text: a token's bytes. words: words of a mask."""
+    `fillers` are taken where neither is allowed and many other tokens are. text: a token's bytes. words: words of a
+    mask."""
 
     quote: tuple[int, ...]
     closers: tuple[int, ...]

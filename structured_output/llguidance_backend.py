@@ -48,7 +48,7 @@ class LlguidanceBackend:
             )
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # ValueError, or a panic of the Rust library, which is no Exception
+        except BaseException as error:  # ValueError, or a panic of the Rust library, which is not an Exception
             raise ConfigError(
                 f"grammars are not supported for this tokenizer: {reason(error)}", param="model"
             ) from error

@@ -1,4 +1,4 @@
-"""`check`: tries a grammar against the clock: compiles it and draws some output by it, within CPU time limits.
+"""`check` tries a grammar against the clock: compiles it and draws some output by it, within CPU time limits.
 
 Times are CPU seconds of the calling thread, so other load on the machine does not count against a grammar.
 """

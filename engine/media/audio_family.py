@@ -34,7 +34,7 @@ class AudioFamily(MediaFamily):
     def grid(self, file: bytes, field: str) -> Grid:
         found = clip(file, field, self.max_seconds)
         if not (tokens := self.tokens(len(found))):
-            told = f"{field} is too short: it has {len(found) / RATE:.3f} s of audio, which make no token"
+            told = f"{field} is too short: it has {len(found) / RATE:.3f} s of audio, less than one token"
             raise InvalidRequest(told, param=field)
         return (tokens,)
 

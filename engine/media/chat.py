@@ -76,7 +76,7 @@ class ChatRenderer:
             given = from_json(chat)
             messages = given.pop("messages")
         except (ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise InvalidRequest(f"the chat is no JSON object with messages: {error}", param="messages") from error
+            raise InvalidRequest(f"the chat is not a JSON object with messages: {error}", param="messages") from error
         mark = f"kvferry{uuid.uuid4().hex}"
         media: list[ChatMedium] = []
         shown = [self._message(number, message, media) for number, message in enumerate(messages)]

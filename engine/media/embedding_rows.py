@@ -1,4 +1,4 @@
-"""EmbeddingRows: embeddings of single text tokens, read from a checkpoint, for those among an image's tokens."""
+"""EmbeddingRows: embeddings of text tokens that lie among an image's tokens, read from the model's checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interfaces of media: MediaEncoder (a model's processor and towers) and EmbeddingSource (who provides embeddings)."""
+"""Interfaces MediaEncoder (a model's processor and towers) and EmbeddingSource (which provides media's embeddings)."""
 
 from __future__ import annotations
 

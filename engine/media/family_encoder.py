@@ -1,4 +1,4 @@
-"""FamilyEncoder: MediaEncoder of one model family: renders chats to token ids and media, and runs the tower."""
+"""FamilyEncoder, a MediaEncoder for one model family: renders chats to token ids and media, and runs the tower."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvferry.engine.media.media_family import Grid, Placeholders, Tower
 
 
 class Gemma3(ImageFamily):
-    """Grid: none, all images have as many tokens. Pixels: [3, side, side]. Images are not cropped (pan and scan)."""
+    """Grid: empty, all images have the same number of tokens. Pixels: [3, side, side]. There is no pan and scan."""
 
     bidirectional = True
 

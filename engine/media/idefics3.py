@@ -13,7 +13,7 @@ _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3(ImageFamily):
-    """Grid: rows and columns of tiles; 0 and 0 for an image that is no larger than one. Pixels: [tiles, 3, h, w]."""
+    """Grid: rows and columns of tiles; 0 and 0 for an image no larger than one tile. Pixels: [tiles, 3, h, w]."""
 
     mixed = True
 

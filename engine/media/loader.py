@@ -74,7 +74,7 @@ def load_media_encoder(source: ModelSource, *, dtype: torch.dtype, device: torch
         return None
     templates = read_chat_templates(source)
     if templates.chat is None:
-        log.warning("%s has no chat template: its prompts hold text alone", source.name)
+        log.warning("%s has no chat template, so it takes no images or audio", source.name)
         return None
     with naming(source.name):
         try:

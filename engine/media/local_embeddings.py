@@ -1,7 +1,7 @@
 """LocalEmbeddings: media embeddings of this process, from a cache and one thread that runs the model's encoder.
 
-The thread takes one item at a time, so that the bits of its rows do not depend on others, and one root's (a tenant's)
-items in turn with those of other roots. Requests that want the same item share its computation. The thread gives way to
+The thread takes one item at a time, so that the bits of its rows do not depend on other items, and takes roots
+(tenants) in turn. Requests that want the same item share its computation. The thread gives way to
 the engine's steps on shared cores."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Call:
         try:
             self.ready(outcome)
         except Exception:
-            log.exception("a request cannot take its media's rows")
+            log.exception("a request failed to take the rows of its media")
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ class LocalEmbeddings:
         try:
             self.observe(item, outcome, seconds)
         except Exception:
-            log.exception("what the encoder did cannot be counted")
+            log.exception("the metrics of an encoded item failed")
 
     def _run(self) -> None:
         give_way(NICENESS)
@@ -190,7 +190,7 @@ class LocalEmbeddings:
                 call.tell(outcome if isinstance(outcome, Exception) else call.outcome)
 
     def _next(self) -> Key | None:
-        """Wait for an item that somebody wants in time; None: stop. Its root goes behind the others."""
+        """Wait for an item that some call still wants; None: stop. Its root goes to the end of the queue."""
         while True:
             with self._lock:
                 self._busy = False

@@ -49,7 +49,7 @@ class MediaRequests:
         if self.encoder is None:
             raise InvalidRequest("this node's model takes no images, audio or video", param="messages")
         if not RenderedPrompt(job.token_ids[: job.prompt_len], job.media, job.rope_offset).sound:
-            raise InvalidRequest("the media do not lie in the prompt one behind the other", param="messages")
+            raise InvalidRequest("the media overlap, or lie outside of the prompt", param="messages")
         for item in job.media:
             if item.modality not in self.encoder.modalities:
                 raise InvalidRequest(f"this node's model takes no {item.modality}", param="messages")
@@ -105,5 +105,5 @@ class MediaRequests:
 def _known(error: Exception) -> KvferryError:
     if isinstance(error, KvferryError):
         return error
-    log.error("rows of media cannot be made", exc_info=error)
-    return StepFailed(f"rows of media cannot be made: {reason(error)}")
+    log.error("the media of a request cannot be encoded", exc_info=error)
+    return StepFailed(f"the media cannot be encoded: {reason(error)}")

@@ -65,7 +65,7 @@ def pack_tower(module: Any) -> None:
         ops = quiet.submit(CpuOps).result()  # threads have the priority of the one that makes them
     for name in [name for name, _ in module.named_modules()]:
         part = module.get_submodule(name)
-        if type(part) is nn.Linear:  # others may be read by the module around them
+        if type(part) is nn.Linear:  # the module around a subclass may read its weight
             module.set_submodule(name, DenseModule(ops.linear(part.weight.contiguous(), part.bias), part.weight))
         elif _is_patches(part):
             flat = part.weight.flatten(1).contiguous()

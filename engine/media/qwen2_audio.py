@@ -15,7 +15,7 @@ _REACH = 2
 
 
 class Qwen2Audio(AudioFamily):
-    """The tower computes a clip's own positions alone: others are silence, which attention leaves out."""
+    """The tower computes only a clip's own positions: the rest is silence, which attention leaves out."""
 
     def __init__(self, tower: Tower, token: str) -> None:
         super().__init__(tower, token)

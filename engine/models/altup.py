@@ -1,4 +1,4 @@
-"""Alternating updates (AltUp, Baykal et al. 2023) of Gemma 3n: several streams, of which each layer computes one.
+"""Alternating updates (AltUp, Baykal et al. 2023) of Gemma 3n: several hidden-state streams; each layer computes one.
 
 Before a layer all streams are predicted from those of the layer before; after it they are corrected by what the layer
 made of the active one. All streams are [T, streams, hidden]."""

@@ -110,7 +110,7 @@ class Family:
     logit_cap       soft cap of logits alone, unless the config says
     mlp             name of a layer's MLP
     chunked         layers attend in chunks and rotate, except each n-th; those that rotate norm q and k without
-                    weights, the others have a temperature (Llama 4)
+                    weights, those that do not have a temperature (Llama 4)
     gated           each head's output of attention is gated, see `Gqa`
     experts         tensor names of layers with experts; None: there are none
     """

@@ -80,7 +80,7 @@ class HybridGGUFWeights(GGUFWeights):
         return tensor
 
     def _other(self, name: str) -> str | None:
-        """Return the name of a tensor that differs between architectures; None for others."""
+        """Return a tensor's name if it differs between architectures, else None."""
         for ours, theirs in _OTHERS.items():
             if ours in name:
                 layer = name.replace("model.layers.", "blk.")

@@ -1,4 +1,4 @@
-"""Reorders rows of q and k projections from interleaved rotary pairs to those that pair halves of a head."""
+"""Reorders rows of q and k projections (MLA's, too) from interleaved rotary pairs to pairs of a head's halves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""MXFP4 weights (Open Compute Project, Microscaling Formats 1.0): e2m1 codes with a shared power of two per 32 inputs.
+"""Unpacks MXFP4 weights into codes with scales: e2m1 numbers with a shared power of two per 32 inputs.
 
-Twice an e2m1 value is an integer."""
+The format is the Open Compute Project's (Microscaling Formats 1.0). Twice an e2m1 value is an integer."""
 
 from __future__ import annotations
 

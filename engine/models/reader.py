@@ -113,7 +113,7 @@ class TensorReader:
         return out if factor == 1.0 else out.mul_(factor)
 
     def parameter(self, name: str, *shape: int) -> torch.Tensor:
-        """Return a tensor in the decoder's dtype that is no dense layer's."""
+        """Return a tensor that is not a dense layer's, in the decoder's dtype."""
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._weights.read(name, out)
         return out

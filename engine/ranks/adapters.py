@@ -41,7 +41,7 @@ def joined_layers(layers: Layers, group: Group, device: torch.device) -> Layers:
 class Numbers:
     """Numbering of the adapters on other ranks. Owned by the engine thread.
 
-    take: sends an adapter to the ranks under its number. drop: tells them to free it."""
+    take: sends an adapter to the other ranks under its number. drop: sends them the message to free it."""
 
     def __init__(self, take: Callable[[int, ShardedAdapter], None], drop: Callable[[int], None]) -> None:
         self._take, self._drop = take, drop

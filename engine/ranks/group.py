@@ -14,7 +14,7 @@ import torch
 class Group(Protocol):
     """Collective operations of one rank.
 
-    All ranks call the same operations, with as many numbers, in the same order. Operations raise if another rank is
+    All ranks call the same operations, with the same shapes, in the same order. Operations raise if another rank is
     gone; the group is unusable afterwards.
 
     rank   this rank's number, below `ranks`

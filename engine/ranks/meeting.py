@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 class Meeting(Protocol):
     """Rendezvous of one rank.
 
-    address: where this rank listens for the others. where: what rank 0 tells the others to find the store. inherited:
+    address: where this rank listens for other ranks. where: the store's address, which rank 0 sends them. inherited:
     descriptors that rank 0 passes to the other ranks of its host."""
 
     address: str
@@ -26,7 +26,7 @@ class Meeting(Protocol):
     inherited: tuple[int, ...]
 
     def store(self, rank: int, ranks: int, where: bytes, patience: timedelta) -> Any:
-        """Return torch's store. where: what rank 0 told; on rank 0 its own `where`."""
+        """Return torch's store. where: rank 0's `where`."""
 
     def close(self) -> None:
         """Free what the store needs. Called once the group is closed."""
@@ -37,7 +37,7 @@ class FileMeeting:
 
     torch opens the file by its descriptor's number and writes to it again when a group ends. A meeting therefore keeps
     the descriptor open until it is closed itself: otherwise torch would write to any file that was given the same
-    number, or fail where it is no file.
+    number, or fail if it is not a file.
 
     descriptor: of a file that is empty before the first rank connects, which the meeting owns from now on."""
 

@@ -41,7 +41,7 @@ class CoreTurns:
     """Turns of one engine on shared cores; without a lock the cores are always its own.
 
     A step with streams or of a short prompt takes milliseconds and is not interrupted. A longer step keeps the cores
-    for `turn_s` seconds, less the time for which others kept them before: streams elsewhere get a token in every
+    for `turn_s` seconds, less the time for which other processes kept them before: their streams get a token in every
     `turn_s`. Urgent work elsewhere gets them sooner. waited_s: seconds of the last step without the cores."""
 
     def __init__(

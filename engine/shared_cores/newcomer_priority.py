@@ -1,4 +1,4 @@
-"""NewcomerPriority: short pauses of decode for a newcomer's prompt that prefill computes on the same CPU cores.
+"""NewcomerPriority: pauses decode briefly while prefill computes the prompt of a low-use tenant on the same cores.
 
 Two processes that compute on the same cores at once are slower than one after the other, since threads wait by
 spinning. A prompt that competes with many streams gets little of the cores. A newcomer's tenant has used less than the

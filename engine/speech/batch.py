@@ -26,7 +26,7 @@ class SpeechBatch:
     def step(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """Draw the next token of each attempt; return those that ended. A failed one's future has its error.
 
-        A new attempt's prompt is computed in the same step. A row's bits depend neither on the others nor on their
+        A new attempt's prompt is computed in the same step. A row's bits depend neither on other rows nor on their
         number, as far as the operations allow it."""
         rows, last, starts = list[Row](), list[int](), dict[int, int]()
         for index, attempt in enumerate(attempts):

@@ -1,7 +1,8 @@
 """Whisper's decoder over the paged KV cache: every token is a decode row with a block table of its own.
 
 Rows of one window's prompt share a table and differ in length, so the attention of a row has the same arithmetic in
-every batch. Keys and values of the encoder's output lie in further blocks of the pool, of which each row sees all."""
+every batch. Keys and values of the encoder's output lie in further blocks of the pool; each row attends to all of
+them."""
 
 from __future__ import annotations
 

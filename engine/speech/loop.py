@@ -124,7 +124,7 @@ class SpeechLoop:
                 self._read_one()
                 self._step()
         except Exception as error:
-            log.exception("the engine thread ends")
+            log.exception("the engine thread ended")
             self.fault = f"the engine thread ended: {reason(error)}"
         self._fail_all(StepFailed(self.fault or "the node is stopping"))
 

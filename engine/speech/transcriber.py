@@ -23,7 +23,7 @@ from kvferry.model_files.speech_config import SpeechConfig
 MAX_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6
 """Bounds beyond which a window's text counts as wrong, and the no-speech threshold (Radford et al. 2022)."""
 FORGETS_ABOVE = 0.5
-"""Temperature above which a window's text is no prompt for the next one."""
+"""Temperature above which a window's text is not used as the next one's prompt."""
 FRAMES_PER_S = 100
 LEAST_REST = 10
 """Fewest frames after the last complete segment that are transcribed: fewer hold no word, but the model writes one."""

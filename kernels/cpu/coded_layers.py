@@ -19,7 +19,7 @@ _PIECE = 1 << 20
 
 
 def rows_of(codes: Codes) -> StoredRows | None:
-    """Return the rows in the nearest form that products take; None if their inputs are no whole runs."""
+    """Return the rows in the nearest form that products take; None if their inputs are not whole runs."""
     values, scales = codes.values, codes.scales
     (count, columns), groups = values.shape, scales.shape[1]
     if columns % RUN:

@@ -44,7 +44,7 @@ class CpuOps(CpuRecurrent, PackedLayers, TorchShared):
     The reference serves float16, fp8 caches and attention with head dims that are not multiples of 16. It also serves
     prefill attention in float32, or if head dims, or the parts of latent attention, are not multiples of 32.
 
-    threads: None means as many as PyTorch has. name: an instruction set; None means the best. batch_invariant: a
+    threads: None means PyTorch's number. name: an instruction set; None means the best. batch_invariant: a
     token's attention has the same bits in a decode step as in a chunk of its prompt, for bfloat16 and head dims that
     are multiples of 32; decode steps take longer. Raises RuntimeError without the extension, ValueError if this
     processor does not run the set."""

@@ -85,7 +85,8 @@ def scramble_kernel(blocks, secret, sums, out, whole, kibs, words):
 def digests(blocks: Sequence[torch.Tensor]) -> list[int]:
     """Return XXH3, 0 to 2^64 - 1, of each of the blocks: contiguous uint8 [bytes] of one size.
 
-    Small blocks, and sizes that are no multiple of 8, are hashed on the host. Waits for the device's current stream."""
+    Small blocks, and sizes that are not multiples of 8, are hashed on the host. Waits for the device's current
+    stream."""
     size = blocks[0].numel()
     if size < LEAST_BYTES or size % 8:
         return [xxh3_64_intdigest(block.cpu().numpy().data) for block in blocks]

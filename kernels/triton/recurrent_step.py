@@ -108,7 +108,7 @@ def scan_step_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (sequence, group, rows): a row is one dimension of one head, of which a group has `of_group`."""
+    """Program (sequence, group, rows): a row is one dimension of one head; a group has `of_group` rows."""
     seq, group = tl.program_id(0), tl.program_id(1)
     if not begins_chain(before, after, seq, 0):
         return

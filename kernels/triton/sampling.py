@@ -2,7 +2,7 @@
 """Triton kernel that samples a whole batch in one launch (`Ops.draw`), without a device sync.
 
 Bisection over the bits of the values finds the thresholds of top_k and top_p, so nothing is sorted. Of each lane only
-the largest value is kept in registers: these show which thresholds are too low, and the search goes on above them."""
+the largest value is kept in registers: these show which thresholds are too low, and the search continues above them."""
 
 from collections.abc import Sequence
 

@@ -2,7 +2,7 @@
 """Split-KV division of sequences among programs: the parts, their partial results and the merge (flash-decoding).
 
 A batch has a budget of parts, and the device divides it by the lengths that it reads (Flash-Decoding, Dao et al. 2023,
-with FlashInfer's division by work). A long sequence among short ones gets most of it, and a captured step divides anew
+with FlashInfer's division by work). A long sequence among short ones gets most of it, and a captured step divides again
 at each replay. Otherwise long sequences would keep a few programs busy while the rest of the device waits."""
 
 import torch

@@ -95,7 +95,7 @@ def fills(rows: int, heads: int, processors: int) -> bool:
     """Return whether the tallest tiles occupy every multiprocessor for a chunk of `rows` rows.
 
     Only a step's longest chunk counts. A longer chunk never has a shorter tile, so warming up the longest compiles
-    every tile that others may need."""
+    every tile that shorter chunks may need."""
     return rows * heads >= TALLEST_ROWS * PROGRAMS_PER_PROCESSOR * processors
 
 
