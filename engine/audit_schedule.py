@@ -45,7 +45,7 @@ class AuditSchedule:
         return max(PAUSE_S, self._ended + EVERY_S - time.monotonic()) if self._dirty else None
 
     def turn(self) -> None:
-        """Continue for TURN_S if it is time to. Raises AssertionError with what is wrong, which ends the pass."""
+        """Continue for TURN_S if it is time to. Raises AssertionError naming the inconsistency, which ends the pass."""
         began = time.monotonic()
         if self._pass is None:
             if not self._dirty or began < self._ended + EVERY_S:

@@ -38,7 +38,7 @@ class AuxiliaryPrefixes(Protocol):
         found: whether such blocks are, by the hash of its last block; None: it is in the pool."""
 
     def chain(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Return these blocks' hashes with those of what another node needs beside them, each behind its parent."""
+        """Return the hashes of these blocks and of the auxiliary blocks that go with them, each behind its parent."""
 
     def tokens_of(self, blocks: int) -> int:
         """Return how many blocks of a `chain` of `blocks` blocks hold tokens."""
@@ -85,7 +85,7 @@ class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
         """Record that a step that computed `tokens` of the request is committed."""
 
     def arrived(self, request: Request) -> None:
-        """Take over what a transfer brought in `state_blocks`."""
+        """Take over the state or pages that a transfer brought in `state_blocks`."""
 
     def sent(self, request: Request, reserved: Sequence[int]) -> list[int]:
         """Return the blocks that another node needs at the request's computed tokens; reserved: for a copy."""
@@ -97,7 +97,7 @@ class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
         """Release the blocks that `end` returned, after those of the request's chain."""
 
     def check(self, request_table: RequestTable) -> None:
-        """Assert that every request has what it needs."""
+        """Assert that every request has the auxiliary blocks that it needs."""
 
 
 def make_auxiliary_blocks(

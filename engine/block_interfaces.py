@@ -85,7 +85,7 @@ class EvictionOrder(Protocol):
         ...
 
     def forget(self, block_id: int, block_hash: bytes, *, evicted: bool) -> None:
-        """Remove a block that has lost its content, and what is known of it."""
+        """Remove a block that has lost its content, and all knowledge of it."""
 
     def check(self, block_id: int, *, leaf: bool) -> None:
         """Assert that the block may be evicted if and only if it is idle and a leaf."""

@@ -65,7 +65,7 @@ class CanaryCheck:
         return len(self.token_ids) - 1
 
     def go_on(self, runner: Computes, most: int, wanted: Wanted) -> bool:
-        """Compute at most `most` further tokens, or at last the one whose logits are compared: True then.
+        """Compute at most `most` further tokens, or finally the one whose logits are compared; return True then.
 
         Raises ForwardAbandoned."""
         if self.computed < self.known:

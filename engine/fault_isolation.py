@@ -36,7 +36,7 @@ Drawn = Found | StepFault
 def run(
     runner: StepRunner, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None = None
 ) -> Sequence[Drawn]:
-    """Call `StepRunner.run`; if it raises, bisect: each slice returns a token or what it raises alone.
+    """Call `StepRunner.run`; if it raises, bisect: each slice gets a token, or the error that it raises alone.
 
     One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is no longer wanted,
     and DeviceLost once even a sum of two numbers fails."""

@@ -32,7 +32,7 @@ class InflightStep:
         return [Sampled(tokens[row], None) for row in self.rows]
 
     def of(self, kept: Sequence[int]) -> InflightStep:
-        """Return the same of some of its slices."""
+        """Return the step restricted to these of its slices."""
         return InflightStep(self.drawn, [self.rows[i] for i in kept])
 
 

@@ -4,7 +4,7 @@ A hold is (owner, reason, block). A block may carry many: requests share a prefi
 that its request no longer needs. A block may be reused once its last hold is gone, and only then. The engine defines
 the reasons (engine/block_interfaces.py).
 
-Single-threaded: only the engine thread calls it. Misuse (releasing what is not held, holding twice) is a bug; it
+Single-threaded: only the engine thread calls it. Misuse (releasing a block not held, holding twice) is a bug; it
 asserts and leaves the ledger unchanged."""
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class EngineLoop:
             self._on_fault(self.fault)
 
     def _next_calls(self, stuck: bool) -> list[Callable[[Engine], None]] | None:
-        """Wait until there is something to do, and check the books meanwhile; None: stop."""
+        """Wait until there is something to do, and audit the engine meanwhile; None: stop."""
         self._turning = False
         while True:
             with self._wake:
@@ -220,7 +220,7 @@ class EngineLoop:
             self._on_events(events)
 
     def _check_books(self) -> None:
-        """One short turn, with no lock held that anybody waits for."""
+        """Run one short turn of the audit, without holding a lock."""
         try:
             self._self_check.turn()
         except AssertionError as error:

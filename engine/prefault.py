@@ -69,7 +69,7 @@ class Prefault:
                     self._regions.remove(region)
 
     def _follow(self, region: Region) -> bool:
-        """Make what is wanted of a region resident, with a rest after each piece; False if the system cannot."""
+        """Make a region resident as far as wanted, with a pause after each piece; False if the system cannot."""
         while region.resident < region.wanted():
             began = time.perf_counter()
             if not region.advance():

@@ -78,7 +78,7 @@ class Request:
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
     replacements  how often one of its blocks gave way to a findable one of equal content
-    written       how many blocks became findable by it, whose content was nowhere in the pool before
+    written       how many blocks became findable by it with content that the pool did not have before
     transfer      ship that sends its blocks (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
     shipped       index behind the last block handed to the sender
@@ -207,7 +207,7 @@ class Request:
 
 
 def held_blocks(request: Request) -> list[int]:
-    """Return all blocks that a transfer holds, in order: those of the chain, then those of what follows it."""
+    """Return all blocks that a transfer holds, in order: those of the chain, then those of its state or pages."""
     return [*request.block_ids, *request.state_blocks] if request.state_blocks else request.block_ids
 
 

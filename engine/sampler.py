@@ -171,7 +171,7 @@ def token_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], top: Sequen
     ranks = (logprobs > own).sum(dim=-1).add_(1).tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
     if any(top):
-        # Fixed, because which of several equal tokens is found must not depend on other rows.
+        # A fixed number, because the choice among equally likely tokens must not depend on other rows.
         best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[1]))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ranked = (sorted(zip(*pair, strict=True), key=lambda entry: (-entry[1], entry[0])) for pair in pairs)

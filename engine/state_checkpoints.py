@@ -50,7 +50,7 @@ class StatePrefixes:
         return self._first_whole(range(len(hashes), 0, -1), hashes, found or self._here)
 
     def chain(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Return these blocks' hashes, followed by those of the checkpoint at their end: what another node needs."""
+        """Return the hashes that another node needs: these blocks, then the checkpoint at their end."""
         return [*hashes, *state_hashes(hashes[-1], self.num_blocks)] if hashes else []
 
     def tokens_of(self, blocks: int) -> int:

@@ -47,7 +47,7 @@ class Need:
 
 
 def encoding(need: Need, machine: Machine, goal: Goal) -> tuple[int, Goal]:
-    """Return the number of encode nodes, and what is left of the goal once a request's images are encoded.
+    """Return the number of encode nodes, and the rest of the goal once a request's images are encoded.
 
     Encode nodes are busy for BUSY of their time; a request waits for them as in a queue with random arrivals and equal
     service times (M/D/1, Pollaczek and Khinchine). Raises ConfigError if that alone takes longer than the goal."""

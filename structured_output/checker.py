@@ -101,7 +101,7 @@ class Checker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _learn(self, key: str, grammar: Grammar, tenant: str) -> str | None:
-        """Validate the grammar; return what is wrong with it, or None."""
+        """Validate the grammar; return its error, or None."""
         asked = self._pending.get(key)
         if asked is None:
             lane = self._lanes.setdefault(tenant, _Lane())

@@ -1,7 +1,7 @@
 """Child process of the grammar checker: compiles clients' grammars on trial and reports errors as JSON lines.
 
 Its parent (structured_output/checker.py) writes one JSON value a line: first the vocabulary, then [number, grammar].
-The child answers [number, null or what is wrong] in any order. It exits at the end of its input.
+The child answers [number, null or the error] in any order. It exits at the end of its input.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class RenderedChat:
 class ChatRenderer:
     """Renders chats with a model's chat template. Thread-safe.
 
-    templates: with one for chats. placeholder: what it writes for a medium; where a message's own text holds that, it
-    stays text. Raises ConfigError if the template does not compile."""
+    templates: must have a chat template. placeholder: text that the template writes for a medium; in a message's own
+    text it stays text. Raises ConfigError if the template does not compile."""
 
     def __init__(self, templates: ChatTemplates, placeholder: str) -> None:
         assert templates.chat is not None, "chats need a template"

@@ -55,9 +55,9 @@ class EmbeddingSource(Protocol):
         deadline_s: float,
         encoder: DecodeTarget | None = None,
     ) -> Callable[[], None]:
-        """Ask for the rows of some media; return what cancels the call, after which `ready` may still come.
+        """Ask for the rows of some media; return a function that cancels the call, after which `ready` may still come.
 
         root: of the block hashes of the request; rows are shared by requests of one root only, so that no tenant learns
-        what another one has shown. encoder: that of the job, from which rows may be fetched. `ready` may come before
+        which media another sent. encoder: that of the job, from which rows may be fetched. `ready` may come before
         this call returns."""
         ...

@@ -102,12 +102,12 @@ class ImageFamily(MediaFamily):
             raise InvalidRequest(told, param=field) from error
 
     def _preprocessed(self, images: Any, **how: Any) -> Any:
-        """Return what the processor makes of images, still in 8 bits."""
+        """Return the processor's result for images, without rescaling and normalisation: still in 8 bits."""
         return self.tower.processor.preprocess(images, do_rescale=False, do_normalize=False, **how)
 
 
 def _normalised(processor: Any) -> np.ndarray:
-    """Return float32 [channels, 256], what the processor makes of each value of each channel."""
+    """Return float32 [channels, 256]: the normalised value of each 8-bit value in each channel."""
     values = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256))
     if processor.do_rescale:
         values = processor.rescale(values, processor.rescale_factor)

@@ -65,8 +65,8 @@ _TOWERS = {"image": "vision", "audio": "audio"}
 def load_media_encoder(source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> MediaEncoder | None:
     """Return the encoder of a model's media in the dtype of its text; None for a model whose text alone is served.
 
-    That is also one without a chat template, such as a base model. Raises ConfigError naming what is missing or
-    unsupported, for any exception on the way."""
+    A model without a chat template, such as a base model, also gives None. Raises ConfigError for any exception,
+    naming the missing or unsupported part."""
     if source.kind == "gguf":
         return None
     config = read_json(source.path / "config.json")

@@ -68,7 +68,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One item to encode, and the calls that want it at which of their places."""
+    """One item to encode, and the calls that want it, each with the item's place in the call."""
 
     item: MediaItem
     wanted: list[tuple[_Call, int]]

@@ -49,7 +49,7 @@ class MediaRequests:
         if self.encoder is None:
             raise InvalidRequest("this node's model takes no images, audio or video", param="messages")
         if not RenderedPrompt(job.token_ids[: job.prompt_len], job.media, job.rope_offset).sound:
-            raise InvalidRequest("the media overlap, or lie outside of the prompt", param="messages")
+            raise InvalidRequest("the media must lie in the prompt one after the other", param="messages")
         for item in job.media:
             if item.modality not in self.encoder.modalities:
                 raise InvalidRequest(f"this node's model takes no {item.modality}", param="messages")

@@ -14,7 +14,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 def picture(data: bytes, field: str) -> Image.Image:
-    """Return the RGB picture of a file's bytes, upright; what is transparent becomes white.
+    """Return the RGB picture of a file's bytes, upright; transparent parts become white.
 
     Raises InvalidRequest naming the field."""
     try:
@@ -22,7 +22,7 @@ def picture(data: bytes, field: str) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _large(field) from error
     except Exception as error:  # decoders of damaged files raise anything
-        raise InvalidRequest(f"{field} is not a picture in PNG, JPEG, WebP or GIF", param=field) from error
+        raise InvalidRequest(f"{field} is no picture in PNG, JPEG, WebP or GIF", param=field) from error
     if found.width * found.height > MAX_PIXELS:
         raise _large(field)
     try:

@@ -15,7 +15,7 @@ from kvferry.protocol.messages import Job
 class RequestMedia:
     """Media of one request's prompt, in order. Owned by the engine thread.
 
-    extras: what the hashes of its blocks cover besides tokens, by the blocks' numbers. offset: see `Job.rope_offset`.
+    extras: bytes that the hashes of its blocks cover besides tokens, by block number. offset: see `Job.rope_offset`.
     rows: those that are here, by the item's place in `items`, until the K/V of their tokens is computed. rope: int64
     [3, n], rotary positions of the tokens up to the last medium's end, once they are known. bidirectional: see
     `MediaEncoder`. cancel: of the call for rows that are to come"""

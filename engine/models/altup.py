@@ -1,7 +1,7 @@
 """Alternating updates (AltUp, Baykal et al. 2023) of Gemma 3n: several hidden-state streams; each layer computes one.
 
-Before a layer all streams are predicted from those of the layer before; after it they are corrected by what the layer
-made of the active one. All streams are [T, streams, hidden]."""
+Before a layer all streams are predicted from those of the layer before; after it they are corrected by the layer's
+output for the active one. All streams are [T, streams, hidden]."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AltUp:
         return torch.addcmul(predicted, shares[:, :, None], (made - predicted[:, self.active])[:, None])
 
     def opening(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return what opens the gate of the layer's input, [T, hidden]."""
+        """Return the input of the gate for the layer's own input, [T, hidden]."""
         own = streams[:, self.active]
         return own if self.scale is None else own * self.scale
 
@@ -98,7 +98,7 @@ def read_altup(reader: TensorReader, config: AltUpConfig, prefix: str) -> AltUp:
 
 
 def read_streams(reader: TensorReader, config: AltUpConfig) -> Streams:
-    """Read what the model has beside its layers. Raises ConfigError as its reader does."""
+    """Read the model's projections into and out of streams. Raises ConfigError as its reader does."""
     hidden = reader.config.hidden_size
     into, out_of = (
         tuple(reader.linear([(f"model.{name}.{i}.weight", hidden)], hidden) for i in range(config.streams - 1))

@@ -157,7 +157,7 @@ class DecoderConfig:
 
 
 def parse_config(config: dict[str, Any]) -> DecoderConfig:
-    """Return the DecoderConfig of a config.json. Raises ConfigError naming what is unsupported or missing."""
+    """Return the DecoderConfig of a config.json. Raises ConfigError naming an unsupported or missing field."""
     reason = unsupported(config)
     if reason is not None:
         raise ConfigError(f"kvferry's own decoder does not support {reason}", param="model")

@@ -194,7 +194,7 @@ class Decoder(Model):
         yield self.parameters.head
 
     def _dense(self, linear: Linear, index: int, name: str, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
-        """Return the dense layer called `name` in layer `index`, and what the adapters of the batch add to it."""
+        """Return the outputs of the dense layer `name` in layer `index`, plus the terms of the batch's adapters."""
         y = linear(x)
         for adapter, tokens in ((each.adapter, each.tokens) for each in plan.adapted):
             if parts := adapter.layers[index].get(name):

@@ -23,7 +23,7 @@ from kvferry.protocol.errors import ConfigError
 
 
 def parse_gguf(file: GGUFFile) -> DecoderConfig:
-    """Return the DecoderConfig of a GGUF header. Raises ConfigError naming what is unsupported or missing."""
+    """Return the DecoderConfig of a GGUF header. Raises ConfigError naming an unsupported or missing field."""
     if (family := FAMILIES.get(gguf_family(file))) is not None and not family.gguf:
         raise ConfigError(f"{file.path.name}: GGUF files of {file.architecture} are not supported", param="model")
     config = as_stored(file, parse_config(_gguf_as_hf(file)))

@@ -81,7 +81,7 @@ def load_encoder(
 ) -> EncoderModel:
     """Load through AutoModel, or with its classification head.
 
-    Raises ConfigError with transformers' reason, or naming what is missing."""
+    Raises ConfigError with transformers' reason, or naming the missing part."""
     facts = read_facts(source)
     if not facts.max_model_len:
         raise ConfigError(f"{source.path} does not give the model's longest text", param="model")

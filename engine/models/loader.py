@@ -77,7 +77,7 @@ def load_model(
     max_model_len: longest sequence in tokens; 0: the model's own limit, which `info` has in any case. progress:
     receives the loaded fraction, 0 to 1. weights_fd: memory that processes with the same model share
     (`runtime.shared_file`), or -1. part: the shard of our own decoder that a rank loads, or None. Raises ConfigError
-    naming what is missing or unsupported, for any exception on the way."""
+    naming the missing or unsupported part, for any exception on the way."""
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(f"model_impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}", param="model_impl")
     require_runnable(source)

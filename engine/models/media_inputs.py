@@ -9,7 +9,7 @@ from kvferry.kernels.media_rows import MediaRows
 
 
 def embedded(table: Linear, token_ids: torch.Tensor, media: MediaRows | None) -> torch.Tensor:
-    """Return what enters the first layer, [T, hidden].
+    """Return the input of the first layer, [T, hidden].
 
     The ids of media's placeholder tokens may lie beyond the table; they are not looked up."""
     if media is None:

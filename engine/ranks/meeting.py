@@ -29,7 +29,7 @@ class Meeting(Protocol):
         """Return torch's store. where: rank 0's `where`."""
 
     def close(self) -> None:
-        """Free what the store needs. Called once the group is closed."""
+        """Free the store's descriptor or socket. Called once the group is closed."""
 
 
 class FileMeeting:

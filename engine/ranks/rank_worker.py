@@ -27,7 +27,7 @@ class RankWorker:
     def of_pool(self, kv: torch.Tensor) -> torch.Tensor:
         """Return the rank's part of the pool [block, layer, plane, kv_head, slot, dim]: the bytes of its heads.
 
-        That is the whole pool where the heads share what is cached, or where the pool is the rank's own."""
+        That is the whole pool if all heads share the cached latents, or if the pool is the rank's own."""
         config = self.decoder.config
         if self.group.apart or config.latent is not None:
             return kv
@@ -36,7 +36,7 @@ class RankWorker:
     def inputs(self, token_ids: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, BatchPlan]:
         """Copy a step's inputs from host memory to the rank's device; they are valid until the next call.
 
-        Rank 0 writes for all where the heads share what is cached and the ranks share a pool."""
+        Rank 0 writes for all ranks if heads share the cached latents and the ranks share a pool."""
         slots = plan.slots
         if self.group.rank and not self.group.apart and self.decoder.config.latent is not None:
             slots = torch.full_like(slots, -1)
@@ -54,5 +54,5 @@ class RankWorker:
         )  # fmt: skip
 
     def brought(self, halfway: SuspendedPass) -> SuspendedPass:
-        """Copy to the rank's device."""
+        """Return the suspended pass, copied to the rank's device."""
         return SuspendedPass(halfway.layer, *(each.to(self.decoder.device) for each in (halfway.x, halfway.residual)))

@@ -45,7 +45,7 @@ class SharedGroup:
         return out.view(self.ranks, *x.shape)
 
     def _exchanged(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each piece [n] of x, and the same of all ranks [ranks, n]."""
+        """Yield each piece [n] of x, and that piece of all ranks [ranks, n]."""
         for piece in torch.split(x.view(-1), self._places.shape[2]):
             self._turn = (self._turn + 1) % TURNS
             parts = self._places[self._turn, :, : len(piece)]

@@ -86,7 +86,7 @@ class CoreTurns:
         return (kept_s > self._turn_s - self._waited_s and cores.wanted()) or (not self._urgent and cores.hurried())
 
     def _take(self, cores: SharedCores) -> None:
-        """Take the cores; after a wait in vain, do not wait again until they were free once."""
+        """Take the cores; after a wait that timed out, do not wait again until they were free once."""
         began = self._clock()
         if self._urgent:
             cores.hurry()

@@ -32,7 +32,7 @@ class Encoder:
         return self._places.dtype
 
     def steps(self, mel: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """Yield None after each part of the work, and at last the output [positions, width] of mel [mels, frames]."""
+        """Yield None after each part of the work, and finally the output [positions, width] of mel [mels, frames]."""
         x = mel.to(self._places.device, self._places.dtype)[None]
         x = F.gelu(F.conv1d(x, *self._conv1, padding=1))
         x = F.gelu(F.conv1d(x, *self._conv2, stride=2, padding=1))

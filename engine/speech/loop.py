@@ -102,7 +102,7 @@ class SpeechLoop:
         return reading.done
 
     def release(self, window: Window) -> None:
-        """Return a window's blocks; what is computed for it is dropped."""
+        """Release a window's blocks, and drop all computation for it."""
         with self._wakes:
             window.released = True
             self._wakes.notify()
@@ -129,7 +129,7 @@ class SpeechLoop:
         self._fail_all(StepFailed(self.fault or "the node is stopping"))
 
     def _take_commands(self) -> bool:
-        """Wait for something to do, take what was asked for and drop what was released; False: stop."""
+        """Wait for something to do, take the new commands and drop released windows; False: stop."""
         with self._wakes:
             while not (self._stopping or self._commands or self._busy()):
                 self._idle = True

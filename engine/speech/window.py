@@ -55,7 +55,7 @@ class Attempt:
 
     @property
     def result(self) -> Decoded:
-        """Return what was written so far."""
+        """Return the tokens written so far, with their probabilities."""
         return Decoded(tuple(self.tokens), self.logprobs / (len(self.tokens) + 1), self.no_speech_prob)
 
 

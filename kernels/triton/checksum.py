@@ -40,7 +40,7 @@ LAST_STRIPE, SCRAMBLE, MERGE = len(SECRET) - 71, len(SECRET) - 64, 11
 
 @triton.jit
 def _stripes(words, secret, stripes, live):
-    """Return what stripes [n, 1] of 8 words, where `live`, add to the accumulators: int64 [8]."""
+    """Return the addends of the accumulators by stripes [n, 1] of 8 words, where `live`: int64 [8]."""
     lanes = tl.arange(0, 8)[None, :]
     data = tl.load(words + stripes * 8 + lanes, mask=live, other=0)
     swapped = tl.load(words + stripes * 8 + (lanes ^ 1), mask=live, other=0)
@@ -51,7 +51,7 @@ def _stripes(words, secret, stripes, live):
 
 @triton.jit(do_not_specialize=["stripes"])
 def sums_kernel(blocks, secret, sums, stripes, kibs, KIBS: tl.constexpr):
-    """Program (block, some of its KiBs): write what each KiB adds to the accumulators to sums [block, kib, 8]."""
+    """Program (block, some of its KiBs): write each KiB's addends of the accumulators to sums [block, kib, 8]."""
     block = tl.program_id(0).to(tl.int64)
     words = tl.load(blocks + block).to(tl.pointer_type(tl.int64))
     for part in range(KIBS):

@@ -78,8 +78,8 @@ def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
 def amd_tile(tile: Tile, element_bytes: int) -> Tile:
     """Adapt an attention tile (not the tallest) to AMD GPUs.
 
-    There Triton keeps in registers what it reads ahead. With two stages, AMD_KEYS and four warps of 64 threads they do
-    not overflow. Where the fewest keys of float32 take more than AMD_BYTES, nothing is read ahead."""
+    There Triton keeps data that it reads ahead in registers, which do not overflow with two stages, AMD_KEYS and four
+    warps of 64 threads. Where the fewest keys of float32 take more than AMD_BYTES, nothing is read ahead."""
     most = AMD_BYTES // (2 * tile.dim * element_bytes)
     keys, stages = min(tile.keys, AMD_KEYS, max(16, most)), 2 if most >= 16 else 1
     return replace(tile, keys=keys, warps=4, stages=stages)
