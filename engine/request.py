@@ -246,6 +246,5 @@ def to_compute(request: Request) -> int:
 
 
 def junior(request: Request) -> tuple[bool, bool, float]:
-    """Return the sort key of preemption; the greatest is preempted first.
-    A stream's rank only rises, so the most senior one always makes progress."""
+    """Sort key of preemption, greatest first. A stream's rank only rises, so the most senior always makes progress."""
     return (not request.output_len, not resumed(request), request.arrived)

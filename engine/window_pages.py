@@ -102,6 +102,7 @@ class WindowPages(WindowPrefixes):
 
     def advance(self, request: Request, tokens: int) -> None:
         """Make full pages findable, release those behind the window, and take new pages if it has prompt left.
+
         Released pages that other requests use are not free; if too few are free, pages are taken when needed."""
         pages = request.windows
         assert pages is not None
