@@ -1,4 +1,4 @@
-"""Reads weights of checkpoints quantised by GPTQ, AWQ, fp8 or compressed-tensors, as integer codes with scales."""
+"""Reads weights of checkpoints quantised by GPTQ, AWQ, fp8 or compressed-tensors, as codes (int or fp8) with scales."""
 
 from __future__ import annotations
 
