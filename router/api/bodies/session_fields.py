@@ -1,4 +1,4 @@
-"""Body fields that name a session, and say how long its prompt shall stay cached."""
+"""Body fields that name a session (prompt_cache_key), and how long its prompt should stay cached."""
 
 from __future__ import annotations
 

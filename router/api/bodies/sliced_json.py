@@ -1,4 +1,4 @@
-"""JSON of many values, parsed in slices of bounded time, between which the event loop goes on.
+"""SlicedJson: parses large JSON in slices of bounded time, between which the event loop runs other work.
 
 The library parses a text as a whole and holds the interpreter meanwhile: 0.2 s for a million numbers. Here large lists
 and objects are cut at their commas into texts of WINDOW bytes, each of which the library parses."""
@@ -20,20 +20,20 @@ PLAIN = 64 * 1024
 
 Larger pieces would be pages that the allocator gives back to the system, and gets anew, for each of them."""
 SLICE_S = 0.0003
-"""Time after which the event loop goes on, in seconds.
+"""Time after which the event loop runs other work, in seconds.
 
 A short request takes tens of turns of the loop, and waits for as many slices of a body that is parsed meanwhile."""
 MAX_FIELDS = 2**17
-"""Most fields of an object, checked for each slice: a larger one would be rebuilt for 0.03 s when it grows."""
+"""Maximum number of fields of an object: a larger dict would take 0.03 s to rebuild when it grows."""
 MAX_DEPTH = 200
-"""Deepest nesting, that of the library."""
+"""Maximum nesting depth, the same as the library's."""
 _NESTED = 6
 """Nesting of values that are found in one step."""
 
 _STRING = rb'"(?:[^"]*+(?<!\\)"|(?=[^"]*+")(?:[^"\\]++|\\.)*+")'
-"""A quote ends a string if nothing escapes it, and that it follows no backslash is found six times as fast.
+"""A quote ends a string unless it is escaped; checking first for a quote after no backslash is six times as fast.
 
-So is that the window holds no quote."""
+The lookahead likewise rejects a window without a quote early."""
 _WITHIN = rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+"
 for _ in range(_NESTED):
     _WITHIN = rb'(?:[^"\[\]{}]++|' + _STRING + rb"|[\[{]" + _WITHIN + rb"[\]}])*+"
@@ -59,20 +59,20 @@ class TooManyObjects(ValueError):
 
 
 class Numbers(list[Any]):
-    """A long list of a JSON text whose items are all integers, none of them a boolean: nobody need look again."""
+    """A long list of a JSON text whose items are all integers, none a boolean, so that they need no further check."""
 
 
 class SlicedJson:
     """Parser of one text; `objects` counts its lists and objects, up to just above `most`.
 
-    Raises TooManyObjects if it holds more, TooManyFields, and ValueError if it is no JSON."""
+    Raises TooManyObjects if it holds more, TooManyFields, and ValueError if it is not JSON."""
 
     def __init__(self, data: bytes, most: int) -> None:
         self._data, self._most = data, most
         self.objects = 0
 
     async def value(self) -> Any:
-        """Return the text's value; let the event loop go on now and then."""
+        """Return the text's value; let the event loop run other work every SLICE_S."""
         steps, until = self._whole(), time.perf_counter() + SLICE_S
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Structured-output fields of OpenAI, vLLM and llama.cpp.
+"""Body fields for structured output, in the forms of OpenAI, vLLM and llama.cpp, and the grammar they define.
 
 OpenAI's response_format, vLLM's structured_outputs and its older guided_* names, llama.cpp's json_schema and grammar. A
 request may have one of them."""

@@ -1,4 +1,4 @@
-"""Body of POST /v1/messages; unknown fields are ignored."""
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens; unknown fields are ignored."""
 
 from __future__ import annotations
 

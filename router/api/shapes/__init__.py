@@ -1,1 +1,1 @@
-"""Answer formats of generations, shared by chat and completions."""
+"""Answer formats of chat and completions: chunks, whole bodies and log-probabilities; Parts of other APIs' answers."""
