@@ -1,4 +1,4 @@
-"""Starts all choices of a request, later ones as forks of the first, and merges their streams in arrival order."""
+"""ChoiceMerge: starts all choices of a request, later ones as forks of the first, and merges their streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CORS middleware, configured by the router's settings."""
+"""CORS middleware around the router's application, if its settings allow any origin."""
 
 from __future__ import annotations
 

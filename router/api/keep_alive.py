@@ -1,4 +1,4 @@
-"""Keep-alive comments in streams that can be resumed, so that their clients can tell a dead router from a busy cluster.
+"""KeepAlive: writes comments into quiet resumable streams, so that clients can tell a dead router from a busy cluster.
 
 A client that hears nothing for a second may go to another router: a living one would have written a comment."""
 

@@ -1,4 +1,4 @@
-"""HTTP response of a generation: headers, body or SSE events, and errors."""
+"""Responder: writes the HTTP response of one request: headers, body or event stream, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Responder:
     """Response to one request to `path`.
 
-    After `begin_stream` or `keep_alive` errors appear only inside the stream. `more` returns additional headers, read
+    After `begin_stream` or `keep_alive`, errors appear only inside the stream. `more` returns additional headers, read
     when the response begins."""
 
     send: Send

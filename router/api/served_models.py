@@ -1,4 +1,4 @@
-"""Served models, found by name, each with its nodes, text side and queue."""
+"""ServedModels: the served models by name, each with its nodes, tokenizer, templates and scheduler queue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ServedModel:
     renderer: Renderer
     turns: SchedulerSlots = field(default_factory=SchedulerSlots)
     checker: Checker | None = None
-    """Tests grammars before nodes compile them; None: grammars are refused."""
+    """Tests grammars before nodes compile them; None: grammars are rejected."""
     adapter: tuple[str, str] = ("", "")
     media: MediaPrompter | None = None
     """Makes prompts with images, audio and video; None: they are refused."""

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a response object, or the events that build it."""
+"""ResponseAnswer: answer of /v1/responses, as a response object or as the events that build it."""
 
 from __future__ import annotations
 

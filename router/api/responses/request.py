@@ -1,4 +1,4 @@
-"""Translation of a Responses API request into a chat, and the fields that its response repeats."""
+"""ResponsesRequest: one Responses API request, its translation into a chat, and the fields its response repeats."""
 
 from __future__ import annotations
 
