@@ -1,4 +1,4 @@
-"""Files of clients on disk: content and description side by side, separate for each tenant.
+"""FileStore: a tenant's uploaded files and batch outputs on disk, within a limit of bytes.
 
 All functions block: call them outside the event loop."""
 

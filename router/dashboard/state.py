@@ -1,4 +1,4 @@
-"""State of the cluster as the dashboard and `GET /dashboard/state` show it, seen from one router.
+"""Pydantic models of `GET /dashboard/state`: the cluster as one router sees it.
 
 Loads, pools and rates are the nodes' latest reports, which cover the work of all routers. Requests, streams, ships and
 events are this router's own. Times are in seconds; `ago_s` counts back from the snapshot."""
