@@ -1,4 +1,4 @@
-"""Poison-request detection: requests that were on a node when its process died are suspects.
+"""PoisonRequests: finds requests that kill nodes, among those on a node when its process died.
 
 A suspect is cleared when it has produced some tokens beyond the position of the death. Suspects avoid each other while
 that costs little; a suspect of two deaths avoids all others. The second death at the same phase, or the third at any,
