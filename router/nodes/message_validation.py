@@ -1,4 +1,4 @@
-"""Validation of messages from nodes, so that malformed bytes end no request but their own."""
+"""Checks messages from nodes (token frames, prefill answers, errors), so that a bad one ends only its request."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _are_ids(tokens: tuple[Any, ...]) -> bool:
 
 
 def _is_reuse(value: Any) -> bool:
-    """Return whether a value is a valid account; all but those with misses hold nothing but counts."""
+    """Return whether a value is a valid Reuse; one without misses holds only counts."""
     if type(value) is not Reuse:
         return False
     counts = _COUNTS(value)
