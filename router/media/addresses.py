@@ -1,4 +1,4 @@
-"""Addresses that a URL of a client may lead to: public ones only, so that no request reaches the cluster's network."""
+"""Resolves host names, and tells public addresses from internal ones that fetching must not reach."""
 
 from __future__ import annotations
 
