@@ -1,4 +1,4 @@
-"""Backlog of one model's requests in this router, in the units that autoscaling uses."""
+"""Backlog: one model's requests that wait in this router, in seconds and nodes, for autoscaling metrics."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Backlog:
         return self._held.requests
 
     def _look(self) -> float:
-        """Update the remembered rate and seats from the present nodes; return the occupied fraction of their seats."""
+        """Update the remembered rate and seats from the current nodes; return the occupied fraction of the seats."""
         now = self._capacity()
         if now.prefills and now.prompt_per_s > 0:
             self._rate = now.prompt_per_s / now.prefills

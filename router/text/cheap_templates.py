@@ -1,4 +1,4 @@
-"""Rendering of small prompts in the router's own process, for templates that use no operation of unknown cost.
+"""Renders small prompts in the router's process, for chat templates that use only operations of known cost.
 
 `is_cheap` admits a template by its syntax: constant literals, and only allowed filters and tests. While it renders,
 each loop iteration, macro call and produced string is charged to a small budget (`cheap_costs`); where the result can

@@ -1,4 +1,4 @@
-"""Messages of a chat in the form that chat templates read: text as content, calls and their arguments, reasoning."""
+"""Normalises a chat message for templates: content as one text, field names of calls and reasoning, arguments."""
 
 from __future__ import annotations
 

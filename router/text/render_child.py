@@ -1,4 +1,4 @@
-"""Child process that renders a model's templates while its caller waits: for probes, and outside an event loop."""
+"""RenderChild: blocking client of a child process that renders chat templates, for probes and outside an event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.router.text.rendering import WITHIN
 START_S = 30.0
 """Time for the start of a child process, in seconds."""
 _MAX_STARTS = 3
-"""Processes that a template's probes may end."""
+"""Maximum number of processes started for a template's probes, which may crash them."""
 
 
 class RenderChild:

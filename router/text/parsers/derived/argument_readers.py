@@ -1,4 +1,4 @@
-"""Incremental readers of one call's arguments, one for each form in which models write them."""
+"""Incremental readers of one call's arguments: in a JSON envelope, as a JSON object, or as literals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Description of how a model writes tool calls; its reader and its grammar are built from it alone.
+"""ToolSyntax: description of how a model writes tool calls, from which its parser and its grammar are built.
 
 A text of it may hold placeholders: the tool's name, a call's id or number, a parameter's key."""
 
@@ -35,7 +35,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How arguments are written that are no JSON object.
+    """How arguments that are not a JSON object are written.
 
     opening        before all of them, also if there are none
     before_key     before each key
@@ -72,7 +72,7 @@ class Arguments:
 
     @property
     def quotes(self) -> tuple[str, str]:
-        """Return what opens and closes a literal's string."""
+        """Return the marks that open and close a string literal."""
         size = len(self.after_text) - len(self.after_other)
         return self.before_text[len(self.before_other) :], self.after_text[:size] if size else self.after_text
 
