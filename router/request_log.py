@@ -1,4 +1,4 @@
-"""Bounded log of recent requests, transfers and events, shown on the dashboard.
+"""RequestLog: bounded log of recent requests, transfers and events, shown on the dashboard.
 
 It is written a few times for each request, but never for a token."""
 
