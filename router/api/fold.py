@@ -1,4 +1,4 @@
-"""Base class Answer, which turns a generation's pieces into events or one body, and Endpoint, which names its parts."""
+"""Answer: base of answers that turn a generation's pieces into events or one body; Endpoint: what a route serves."""
 
 from __future__ import annotations
 

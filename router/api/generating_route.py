@@ -158,7 +158,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         self, admitted: AdmittedRequest, pool: ServedModel, generation: Generation, body: GenerationBody,
         journal: JournaledRequest,
     ) -> EventIds | None:  # fmt: skip
-        """Record a generation, or let it begin with what is recorded; return the ids of its stream's events, if any."""
+        """Record a generation, or begin it with the recorded outputs; return the ids of its stream's events, if any."""
         journal.outputs.check(generation.prompts)
         ids = None
         if (body.stream or admitted.call.resume.streams) and not self.endpoint.numbers:
@@ -177,7 +177,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         return ids
 
     async def _asked(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
-        """Return what the body asks of a model, and the size in bytes of everything it refers to."""
+        """Return the body as a generation request, and the size in bytes of everything it refers to."""
         if self.endpoint.asked is not None:
             chat = await self.endpoint.asked(call, request, self._pools)
             return chat, size + chat.earlier

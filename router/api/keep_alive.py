@@ -18,7 +18,7 @@ from kvferry.runtime.first_step import begun
 KEEP_ALIVE_S = 0.4
 """Silence of a stream after which a comment is written, in seconds."""
 LOOK_S = 0.1
-"""Seconds between two looks at all streams."""
+"""Seconds between two checks of all streams."""
 
 
 class KeepAlive:

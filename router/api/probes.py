@@ -83,7 +83,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
 
 
 def asks_for_nodes(told: str | None) -> bool:
-    """Return what the query parameter `nodes` means. Raises InvalidRequest for a value that means nothing."""
+    """Return what the query parameter `nodes` means. Raises InvalidRequest for an unknown value."""
     if told not in ASKED:
         raise InvalidRequest(
             f"nodes must be 1 or 0, got {told!r:.40}; the answer counts the nodes of each role", param="nodes"

@@ -1,4 +1,4 @@
-"""Routes GET <endpoint>/{id}, with which clients resume recorded answers at the event after Last-Event-ID."""
+"""Routes GET <endpoint>/{id} that resume recorded chats and completions; events_after does so for responses."""
 
 from __future__ import annotations
 

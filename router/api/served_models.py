@@ -1,4 +1,4 @@
-"""ServedModels: the served models by name, each with its nodes, tokenizer, templates and scheduler queue."""
+"""ServedModel, which turns request bodies into RequestSpecs for a model's nodes, and ServedModels, all by name."""
 
 from __future__ import annotations
 

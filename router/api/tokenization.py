@@ -1,4 +1,4 @@
-"""Work of /tokenize, /detokenize and /tokenizer_info in vLLM's format; the routes are in tokenization_routes."""
+"""Handlers of /tokenize, /detokenize and /tokenizer_info in vLLM's format; their routes are in tokenization_routes."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class WriteBuffer:
             self._waiting.add_done_callback(self._written)
 
     def _written(self, waiting: asyncio.Future[None]) -> None:
-        """Write the data added meanwhile, unless the write failed; `flush` raises its error."""
+        """Write the data added during a write, unless that failed; `flush` raises its error."""
         if waiting is self._waiting and not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None
             self._write()

@@ -232,13 +232,13 @@ class TierFields(BaseModel):
 
     @property
     def is_patient(self) -> bool:
-        """Return whether nobody waits for the request (`flex`): its tenant's targets do not concern it."""
+        """Return whether nobody waits for the request (`flex`): its tenant's targets do not apply to it."""
         return self.service_tier == "flex"
 
     def tier_used(self, *, is_patient: bool) -> str:
         """Return the tier that serves the request: flex, priority or default.
 
-        is_patient: it yields to others, as a batch's rows do, so that it has no priority."""
+        is_patient: it yields to other requests, as batch rows do, so that it has no priority."""
         if self.service_tier == "priority" and is_patient:
             return "default"
         return self.service_tier if self.service_tier in TIER_PRIORITY else "default"

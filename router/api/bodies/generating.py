@@ -1,4 +1,4 @@
-"""GenerationBody and ChatBody: fields of completions and chats (OpenAI's and vLLM's), and the work they ask for.
+"""GenerationBody and ChatBody: fields of completion and chat requests, and the prompts and sampling made from them.
 
 Unknown fields are ignored. Each body class defines what differs between the APIs: its prompts, bounds and defaults."""
 

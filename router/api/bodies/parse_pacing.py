@@ -9,7 +9,7 @@ from kvferry.protocol.errors import Overloaded
 LONG_BYTES, LONG_S = 64 * 1024, 0.006
 """Bodies with fewer bytes or a lower cost in seconds are parsed at once."""
 SHARE = 0.05
-"""Fraction of the event loop's time for long bodies while others wait, so that few requests are delayed by one."""
+"""Fraction of the event loop's time for long bodies while other requests wait, so that few are delayed by one."""
 CREDIT_S = 0.2
 """Parsing time available at once after a pause, in seconds."""
 PATIENCE_S = 10.0

@@ -18,11 +18,11 @@ WINDOW = 16 * 1024
 PLAIN = 64 * 1024
 """Bytes of a string that are searched for an escape or its end, or checked, in one step.
 
-Larger pieces would be pages that the allocator gives back to the system, and gets anew, for each of them."""
+Larger pieces would be memory pages that the allocator returns to the system and requests again for each piece."""
 SLICE_S = 0.0003
 """Time after which the event loop runs other work, in seconds.
 
-A short request takes tens of turns of the loop, and waits for as many slices of a body that is parsed meanwhile."""
+A short request takes tens of turns of the loop, and waits for one slice of a large body in each of them."""
 MAX_FIELDS = 2**17
 """Maximum number of fields of an object: a larger dict would take 0.03 s to rebuild when it grows."""
 MAX_DEPTH = 200
@@ -47,7 +47,7 @@ _SPACE = re.compile(rb"[ \t\r\n]*+")
 _INT = frozenset((int,))
 
 Steps = Generator[None, None, tuple[Any, int]]
-"""Steps of parsing a value; they return it and the place behind it."""
+"""Steps of parsing a value; they return it and the place after it."""
 
 
 class TooManyFields(ValueError):
@@ -119,7 +119,7 @@ class SlicedJson:
         return at if self._data.find(b"\\", at, quote) >= 0 else max(at, quote)
 
     def _joined(self, at: int, end: int) -> Generator[None, None, str]:
-        """Parse a string in which nothing is escaped, in pieces; those of ASCII are only checked, and read at once."""
+        """Parse a string in which nothing is escaped, in pieces; ASCII pieces at its start are only checked."""
         begun, pieces = at, list[str]()
         while at < end:
             to = min(at + PLAIN, end)
@@ -176,9 +176,9 @@ class SlicedJson:
             yield
 
     def _some(self, at: int, opens: bytes, closes: bytes, *, bare: bool) -> tuple[Any, int, bool]:
-        """Return the next items of a list or object, the place behind them, and whether they are its last.
+        """Return the next items of a list or object, the place after them, and whether they are its last.
 
-        The place is `at` if the next item is too long for a slice. bare: nothing came before, so none need follow."""
+        The place is `at` if the next item is too long for a slice. bare: no item came before, so it may be empty."""
         end = self._end(_SEVERAL, at)
         if end > at:
             return self._parsed(at, end - 1, opens, closes), end, False
@@ -190,7 +190,7 @@ class SlicedJson:
         return self._parsed(at, end, opens, closes), end + 1, True
 
     def _behind(self, at: int, closes: bytes) -> tuple[int, bool]:
-        """Return the place behind what follows a value, and whether the list or object ends there."""
+        """Return the place after the `,` or bracket that follows a value, and whether the list or object ends there."""
         at = self._space(at)
         follows = self._data[at : at + 1]
         if follows not in (b",", closes):
@@ -218,7 +218,7 @@ class SlicedJson:
         return found.end()
 
     def _space(self, at: int) -> int:
-        """Return the place behind white space."""
+        """Return the place after white space."""
         while (end := self._end(_SPACE, at)) == at + WINDOW:
             at = end
         return end

@@ -1,4 +1,4 @@
-"""Moves images out of tool results into the next user message, since most chat templates accept them only there."""
+"""Replaces images in tool results by a note; the Messages and Responses APIs move them to the next user message."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ KIND = "response"
 ENDS_S = 5.0
 """Longest time another process may take to end one of its responses, in seconds."""
 LEFT_S = 2.0
-"""Longest time in seconds in which a draining router writes what it generated before it gives a response up."""
+"""Longest time for a draining router to write what it generated before it gives a response up, in seconds."""
 
 log = logging.getLogger("kvferry.responses")
 

@@ -1,1 +1,1 @@
-"""Answer formats of chat and completions: chunks, whole bodies and log-probabilities; Parts of other APIs' answers."""
+"""Answer formats of generations: chat and completions, and the ordered parts that answers of other APIs consist of."""

@@ -42,7 +42,7 @@ class Part:
         self._texts.append(text)
 
     def arguments(self) -> dict[str, Any]:
-        """Return a call's arguments; empty if the text is no JSON object, as in a truncated call."""
+        """Return a call's arguments; empty if the text is not a JSON object, as in a truncated call."""
         try:
             found = json.loads(self.text or "{}")
         except (ValueError, RecursionError):
