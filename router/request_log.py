@@ -56,7 +56,7 @@ class RequestRecord:
         return self._output or len(self._tokens)
 
     def sent(self, placement: Placement, *, onward: bool = False) -> None:
-        """Record the nodes of an attempt; `onward`: a stream moves there whose prompt is already computed."""
+        """Record the nodes of an attempt; `onward`: a stream whose prompt is already computed moves there."""
         if not onward:
             self.prefill = placement.prefill.node_id if placement.prefill else ""
         self.decode = placement.decode.node_id if placement.decode else ""
@@ -79,7 +79,7 @@ class LoggedEvent(NamedTuple):
 
 
 class Shipped(NamedTuple):
-    """Acknowledged ship of blocks."""
+    """Acknowledged transfer of blocks from a prefill to a decode node."""
 
     at: float
     prefill: str

@@ -32,8 +32,9 @@ class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
     `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts.
-    `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. Media bind it from
-    the start. `keepers`: nodes with the prompt's blocks, after its first token. leave, wake: see RequestTargets."""
+    `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. A prompt
+    with media has it from the start. `keepers`: nodes with the prompt's blocks, after its first token. leave, wake: see
+    RequestTargets."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ class RequestDispatch:
     async def _hedge(self, *, late: bool) -> None:
         """Start a second attempt on other nodes if the first is late, waits for room, or its node may hang.
 
-        The first token decides between them. Each has a request id of its own and is cancelled without the other."""
+        The first token decides between them. Each has its own request id, so that it can be cancelled alone."""
 
         def is_due() -> bool:
             is_late = self._timers is not None and self._timers.late and not self._inbox

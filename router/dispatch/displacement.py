@@ -1,4 +1,4 @@
-"""Displacement: moves patient requests off nodes for requests that would miss their tenant's latency targets.
+"""Displacement: takes patient requests (batch, flex) off nodes for requests that would miss latency targets.
 
 Batch rows, background responses and the tier `flex` are patient. While requests with targets are in flight, patient
 ones start only where they delay none of those, one at a time in the order in which they came or gave way."""

@@ -21,7 +21,7 @@ Work = Literal["prefill", "decode"]
 class Failure:
     """End of an attempt that did not finish.
 
-    `culprits` holds the node at fault as far as the router can tell, or the prefill and decode node that do not reach
+    `culprits` holds the node at fault as far as the router knows, or the prefill and decode node that do not reach
     each other. `works` are the phases that the first culprit had to compute."""
 
     attempt: int

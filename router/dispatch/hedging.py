@@ -115,7 +115,7 @@ class Hedge:
 class HedgePolicy:
     """Decides whether a request gets a second attempt beside its first one, and on which nodes.
 
-    A late request needs budget. One whose node may hang does not: it would leave that node soon in any case."""
+    A late request needs budget. One whose node may hang does not, since it would soon move elsewhere in any case."""
 
     def __init__(self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext) -> None:
         self._hedged, self._planner, self._context = hedged, planner, context

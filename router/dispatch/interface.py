@@ -24,7 +24,7 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Running request that others may fork from: its wire id, the node with its blocks, the fingerprint forks share."""
+    """Running request from which others may fork: wire id, node with its blocks, and fingerprint that forks need."""
 
     request_id: str
     node: NodeKey | None
@@ -170,7 +170,7 @@ class Adapters(Protocol):
 
 
 class MediaServices(Protocol):
-    """What a model's nodes do with media besides generating."""
+    """Services of a model's nodes for media, besides generating."""
 
     def check(self, abilities: Collection[str], adapter: str = "") -> None:
         """Raise InvalidRequest if no node has these abilities, and NoNodes if none is known at present.
@@ -198,7 +198,7 @@ class Cluster(Protocol):
 
     @property
     def media(self) -> MediaServices:
-        """Return what the nodes do with media."""
+        """Return the nodes' services for media."""
 
     @property
     def adapters(self) -> Adapters:

@@ -66,7 +66,7 @@ class ModelMedia:
         return await self._first(modalities, request.adapter, asked, request.deadline_s)
 
     async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
-        """Deliver what the least busy node that transcribes answers; another one is asked if it fails before that."""
+        """Deliver the answer of the least busy node that transcribes, or of a second one if that fails before it."""
         begun = False
 
         def answer(message: Any) -> None:

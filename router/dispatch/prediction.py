@@ -1,4 +1,4 @@
-"""Compares predicted with actual prefix reuse of a request, with the reasons for misses."""
+"""ReuseAccount: compares predicted and actual prefix reuse of a request, with the reasons for misses."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Prediction:
     def missed(self, number: int, reuse: Reuse) -> Mapping[str, int]:
         """Return the tokens that were predicted and not reused, by reason, after attempt `number` delivered.
 
-        For tokens predicted on the delivering node, the reason is the node's own. For the others, it is the error of
-        the last attempt that was predicted to reuse them."""
+        For tokens predicted on the delivering node, the reason is the node's own. For all other tokens, it is the error
+        of the last attempt that was predicted to reuse them."""
         if not self.tokens:
             return {}
         missed: Counter[str] = Counter()

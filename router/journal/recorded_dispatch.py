@@ -21,7 +21,7 @@ FOLLOW_S = 0.2
 class FollowedJournal:
     """A journal as one router reads it; `recording` grows while another router writes.
 
-    is_own      this router owns it, and computes what is missing
+    is_own      this router owns it, and computes the missing outputs
     may_claim   this router may own it as soon as its owner is dead or gave it up
     claimed     called when this router owns it; raises KvferryError if it cannot continue
     """
@@ -72,7 +72,7 @@ class FollowedJournal:
 class RecordedDispatch:
     """Dispatch of one choice of a recorded request. Implements router.dispatch.interface.Dispatch.
 
-    compute: starts the rest; None: there must be no rest, and Cancelled is raised where it would begin."""
+    compute: starts the rest; None: only recorded outputs are wanted, and Cancelled is raised after them."""
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.journal")
 
 WRITE_S = 0.25
-"""Seconds between writes of what was delivered."""
+"""Seconds between writes of delivered outputs."""
 BEGIN_S = 0.02
-"""Seconds within which a new journal is written, together with others that begin then."""
+"""Seconds within which a new journal is written, together with all others that begin in that time."""
 LOOK_S = 0.5
 """Seconds after which a watched journal without new tokens is written nevertheless, to find out whether it has another
 owner, since its work may have been cancelled through another router."""

@@ -1,4 +1,4 @@
-"""CapacitySummary: running total of a model's node capacities, from which a full cluster is rejected quickly.
+"""CapacitySummary: running total of a model's node capacities, by which requests are rejected when nodes are full.
 
 A request changes its nodes' reservations six times and reads the summary once."""
 

@@ -1,4 +1,4 @@
-"""Checkpoints: finds in the block index where nodes hold saved recurrent states of a prompt."""
+"""Checkpoints: index rows that show saved recurrent states of a prompt, and how much of it nodes can then reuse."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class OpenBreakers(NamedTuple):
 
 
 class RemainingPauses(NamedTuple):
-    """Remaining seconds per subject: nodes, pairs whose ships fail, and pairs in quarantine."""
+    """Remaining seconds per subject: nodes, pairs whose transfers fail, and pairs in quarantine."""
 
     nodes: Mapping[NodeKey, float]
     pairs: Mapping[Pair, float]

@@ -90,7 +90,7 @@ def suits(delta: TokenDelta, job: Job) -> bool:
 
 
 def _check_delta(delta: Any) -> None:
-    """Raise WireError if a delta is invalid; called for every token, most of which carry nothing but tokens."""
+    """Raise WireError if a delta is invalid; called for every delta, most of which carry only tokens."""
     if type(delta) is TokenDelta and type(delta.token_ids) is tuple and type(delta.attempt) is int:
         plain = delta.logprobs is None and delta.prompt_logprobs is None
         if (

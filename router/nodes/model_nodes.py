@@ -116,7 +116,7 @@ class ModelNodes:
         adapter: str,
         modalities: Collection[str] = (),
     ) -> list[NodeView]:
-        """Return the reachable nodes of a group, with the adapter if one is given, and what they hold of a prompt.
+        """Return the reachable nodes of a group, with the adapter if one is given, and the prefix that each holds.
 
         Those that do not take all of `modalities` are left out. `held` counts leading blocks by node id, and by
         `index.on_tier` of it."""

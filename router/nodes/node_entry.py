@@ -86,7 +86,7 @@ class NodeEntry:
     stalled    true while a thread of the node hangs
     suspected  true while the node may hang: its stream is silent, or a step takes long
     link_suspected  true while its link may hang; streams that decode need no link
-    reachable  true if the node processes requests, as far as its stream shows
+    reachable  true if its stream shows that the node processes requests
     corrupt    called for each corrupt transfer to this node, with sender and receiver
     """
 
@@ -170,7 +170,7 @@ class NodeEntry:
         self._doubt(self.suspected or is_silent, self.link_suspected)
 
     def deal(self, frame: StepFrame) -> None:
-        """Pass on what a frame of the token stream holds besides tokens, which `DeltaQueue` passes to the listeners."""
+        """Handle a token-stream frame's content besides tokens, which `DeltaQueue` passes to the listeners."""
         if frame.pulse is not None:
             self._feel(frame.pulse)
         for failure in frame.failed:
