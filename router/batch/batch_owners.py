@@ -1,4 +1,4 @@
-"""BatchOwners: decides which router runs a batch, by leases that a dead router loses.
+"""BatchOwners: decides which router runs a batch, by router leases or, without them, by the store's locks.
 
 Without leases the store's locks decide, so every process tries each unfinished batch."""
 
@@ -40,7 +40,7 @@ class BatchOwners:
         A router that is not idle gives it up, so that the first one that checks the store claims it."""
         if self._owned is None:
             return True
-        with contextlib.suppress(RegistryUnavailable):  # a look at the store finds it
+        with contextlib.suppress(RegistryUnavailable):  # the next check of the store finds the batch
             taken = await self._owned.take(self._store.kind, place.name, OWNED_S)
             if taken and not idle:
                 await self._owned.release(self._store.kind, place.name)
@@ -63,7 +63,7 @@ class BatchOwners:
     async def watched(
         self, start: Callable[[Place], None], running: Collection[Place], leave: Callable[[], Awaitable[None]]
     ) -> None:
-        """Start the batches that this router comes to own, until cancelled; `leave` gives up all once it drains."""
+        """Start batches when this router becomes their owner, until cancelled; `leave` gives all up when it drains."""
 
         async def claimed(name: str) -> None:
             start(Place.named(name))

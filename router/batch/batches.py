@@ -92,7 +92,7 @@ class Batches:
         return self._store.batches(tenant)
 
     async def create(self, tenant: str, endpoint: str, file_id: str, metadata: dict[str, str] | None) -> Batch:
-        """Create a batch, and start it if this router is idle; otherwise any router may claim it.
+        """Create a batch, and start it unless another router should run it.
 
         Raises InvalidRequest, NotFound for the file, Overloaded, DiskFailed or RegistryUnavailable."""
         if endpoint not in self._endpoints:

@@ -53,7 +53,7 @@ class Counts(BaseModel):
     predicted      prompt tokens predicted to be reused
     missed         predicted tokens that were not reused, by reason
     first_token_s  mean time to first token (TTFT) of the `first_tokens` requests
-    itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens behind first ones
+    itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens after first ones
     failed         requests answered with a status of 500 or above
     refused        requests answered with 429 or such a status, by status and error code
     retries          attempts after the first, by step of the retry policy

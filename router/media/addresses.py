@@ -1,4 +1,4 @@
-"""Resolves host names, and tells public addresses from internal ones that fetching must not reach."""
+"""Resolves host names of clients' URLs, and checks that an address is public, so that no fetch reaches the cluster."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class MediaFetcher:
             await self._client.aclose()
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidMedia unless the URL may be fetched, as far as its text shows."""
+        """Raise InvalidMedia if the URL's text shows that it may not be fetched."""
         self._target(url, field)
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:

@@ -19,7 +19,7 @@ from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
 
 UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
-"""MIME types of servers that do not know what they send."""
+"""MIME types that servers declare for content of unknown type."""
 
 LONG_CHARS = 2**20
 """Characters of a data URL above which one is decoded at a time: slices of many would delay other requests."""
@@ -29,7 +29,7 @@ class Fetcher(Protocol):
     """Fetches the URLs that clients send."""
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidMedia unless the URL may be fetched, as far as its text shows."""
+        """Raise InvalidMedia if the URL's text shows that it may not be fetched."""
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:
         """Return the bytes of a URL and their declared MIME type; raise InvalidMedia naming the field."""
@@ -159,7 +159,7 @@ def checked_format(part: MediaPart, data: bytes, mime: str) -> str:
 
 
 async def check_head(part: MediaPart, head: bytes, mime: str) -> None:
-    """Raise InvalidMedia for an image that is too large, or has too many scans, as far as its first bytes show."""
+    """Raise InvalidMedia if the first bytes show that an image is too large or has too many scans."""
     with suppress(UnreadableImage):  # its header may be longer than these bytes
         _check_size(part, *image_size(head, mime))
     if mime == "image/jpeg":

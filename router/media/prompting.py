@@ -43,7 +43,7 @@ class MediaBudget:
             )
 
     def hold(self, tenant: str, holder: object, size: int) -> None:
-        """Count bytes until nothing refers to their holder any more. Raises Overloaded if there is no room."""
+        """Count `size` bytes until `holder` is garbage-collected. Raises Overloaded if there is no room."""
         self.check(tenant, size)
         self._held[tenant] += size
         finalize(holder, self._drop, tenant, size).atexit = False

@@ -48,7 +48,7 @@ class TenantRegistry:
     def realm(self, name: str) -> str:
         """Return the tenant whose cached blocks this tenant may use.
 
-        It is the tenant itself, so that none can detect others' prompts by latency, unless all share prefixes."""
+        It is the tenant itself, so that no tenant detects another's prompts by latency, unless all share prefixes."""
         return "" if self._share_prefixes else name
 
     def count(self, metrics: RouterMetrics, name: str, tokens: tuple[int, int, int]) -> None:

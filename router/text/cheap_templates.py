@@ -54,7 +54,7 @@ def is_cheap(tree: nodes.Template, source: str) -> bool:
 
 
 def cheap_environment() -> CheapSandbox:
-    """Return an environment that understands chat templates and charges what they do."""
+    """Return an environment that renders chat templates and charges their operations."""
     made = environment(CheapSandbox)
     made.filters |= {name: charged(made.filters[name], cost) for name, cost in FILTERS.items()}
     made.filters |= GUARDS

@@ -1,4 +1,4 @@
-"""Normalises a chat message for templates: content as one text, field names of calls and reasoning, arguments."""
+"""Normalises a chat message for templates: one text as content, common field names, arguments as objects or text."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _MAX_STARTS = 3
 
 
 class RenderChild:
-    """Context manager of one process at a time (`render_process`), started at need and killed after `patience_s`."""
+    """Context manager of one process at a time (`render_process`), started if needed and killed after `patience_s`."""
 
     def __init__(self, sources: bytes, patience_s: float) -> None:
         self._sources, self._patience_s = sources, patience_s

@@ -77,7 +77,7 @@ def _rendered(templates: _Templates, frame: bytes) -> tuple[bytes, str]:
 
 
 def _bound_process() -> None:
-    """Keep no inherited descriptors; limit the address space to what is used now and MEMORY.
+    """Keep no inherited descriptors; limit the address space to the current use plus MEMORY.
 
     Make this the first process that the kernel kills when memory runs out."""
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -1,4 +1,4 @@
-"""Rendering: a prompt that a chat template is to render, and the errors with which that can end."""
+"""Rendering: one prompt for a chat template (variables and options), and the errors its rendering can end with."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class WordCache:
         self._encode, self._most = encode, most
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._known: dict[str, list[int]] = {}
-        """Ids by word without the space before it; a text's first word stands behind one."""
+        """Ids by word without the space before it; a text's first word is stored with one."""
 
     @property
     def apart(self) -> bool:

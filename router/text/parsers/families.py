@@ -1,4 +1,4 @@
-"""Tables of tool-call and reasoning formats; Dialect, which picks a model's format by option or chat template."""
+"""Tables of tool-call and reasoning formats, and the choice of a model's format (Dialect) by option or template."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> di
 
 @cache
 def tokens_in(tokenizer: TextTokenizer, marks: tuple[str, ...]) -> dict[str, int]:
-    """Return the added tokens that stand within these texts of a syntax."""
+    """Return the added tokens that occur within these texts of a syntax."""
     added = tokenizer.library.get_added_tokens_decoder()
     texts = {each.content: index for index, each in added.items() if each.content.strip()}
     return {text: index for text, index in texts.items() if any(text in mark for mark in marks)}
 
 
 def shown(tokenizer: TextTokenizer, options: TextOptions, marks: tuple[str, ...], *, channels: bool) -> dict[int, str]:
-    """Return the special tokens to show because the parsers must see them; marks: texts in which they may stand."""
+    """Return the special tokens to show because the parsers must see them; marks: texts that may contain them."""
     if channels:
         return harmony.marks(tokenizer)
     if not options.skip_special_tokens:

@@ -51,7 +51,7 @@ def _joined(
     envelope: Envelope | None,
     form: Arguments | None,
 ) -> ToolSyntax | None:
-    """Return the syntax whose calls stand at these places."""
+    """Return the syntax, given the places of its calls."""
     alike = [name for name in ("one", "said", "thought", "both") if name in found]
     heads = [_named(turns[name][begun : found[name][0].start]) for name in alike]
     opener = heads[0][len(heads[0]) - shared_end(*heads) :].lstrip()
@@ -100,7 +100,7 @@ class _Cores:
 
 
 def _json_cores(turn: str, asked: Asked) -> list[Core] | None:
-    """Return where the arguments stand as JSON objects; None if they do not."""
+    """Return the places of the arguments as JSON objects; None if they are not JSON objects."""
     found, at = list[Core](), 0
     for place, arguments in enumerate(asked.calls):
         named = turn.find(NAMES[place], at)

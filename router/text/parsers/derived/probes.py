@@ -55,7 +55,7 @@ TOOLS = [
     }
     for name in NAMES
 ]
-"""Tools that the templates show; they are simple, since some templates fail on others."""
+"""Tools that the templates show; they are simple, since some templates fail on complex ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class ToolSyntax:
 
     @property
     def is_literal(self) -> bool:
-        """Return whether arguments are literals within brackets: nothing but a comma ends a number."""
+        """Return whether arguments are literals within brackets, which is so if no mark follows a number."""
         return self.arguments is not None and not self.arguments.after_other.strip()
 
     @property
@@ -123,7 +123,7 @@ class ToolSyntax:
         return is_mark(self.marker)
 
     def literals(self) -> tuple[str, ...]:
-        """Return all its texts, in which special tokens may stand."""
+        """Return all its texts, which may contain special tokens."""
         found = [self.opening, self.head, self.close, self.between or "", self.closing]
         if self.envelope is not None:
             found += [self.envelope.before, self.envelope.after]

@@ -33,7 +33,7 @@ def derived_thinking(turns: Mapping[str, str], prompt: str, calls: ToolSyntax | 
 
 
 def _end(turn: str, follows: str) -> str:
-    """Return what stands between reasoning and what follows it."""
+    """Return the text between reasoning and `follows`."""
     _, found, after = turn.partition(REASON)
     end, reached, _ = after.partition(follows) if found and follows else ("", "", "")
     return end.strip() if reached else ""

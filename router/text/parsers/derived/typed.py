@@ -49,7 +49,7 @@ def resolved(schema: Mapping[str, Any], root: Any) -> Any:
 
 
 def value_of(text: str, schema: Any, root: Any, quotes: Quotes) -> Any:
-    """Return the value that an unquoted text stands for, of a type that the schema allows if it can be one."""
+    """Return the value of an unquoted text, of a type that the schema allows if possible."""
     allowed = kinds(schema, root)
     if allowed == {"string"}:
         return text

@@ -16,7 +16,7 @@ from kvferry.router.text.parsers.stage import merged
 Maker = Callable[[Collection[str]], CallParser]
 """Builds a parser for calls of these tools."""
 REQUIRED = ("one", "two", "count", "rough", "tidy", "said", "several", "several_rough")
-"""Probes that must be read back; the others show what the template cannot express."""
+"""Probes that must be read back; all other probes show what the template cannot express."""
 
 
 def is_proved(syntax: ToolSyntax, texts: Mapping[str, str]) -> bool:
