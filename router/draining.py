@@ -28,7 +28,7 @@ async def answering(
 ) -> AsyncIterator[None]:
     """Answer new connections on the listening socket while its server is `leaving`.
 
-    No connection is refused in between. Its last owner closes the socket. `scrape` returns the answer to /metrics."""
+    No connection is refused in between. The socket's last owner closes it. `scrape` returns the answer to /metrics."""
     config = uvicorn.Config(
         _app(scrape), **tls, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=1,

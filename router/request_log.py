@@ -62,7 +62,7 @@ class RequestRecord:
         self.decode = placement.decode.node_id if placement.decode else ""
 
     def end(self, outcome: str, now: float) -> None:
-        """Record the end, and release the tokens, since records are kept for long."""
+        """Record the end, and release the tokens, since records are kept for a long time."""
         self.outcome, self.ended_at = outcome, now
         self._output, self._tokens = len(self._tokens), ()
 
@@ -103,7 +103,7 @@ class RequestLog:
         self.ships: deque[Shipped] = deque(maxlen=SHIPS)
 
     def begin(self, spec: RequestSpec, model: str, tokens: Sequence[int]) -> RequestRecord:
-        """Record the begin of a dispatch; the caller must call `end`. `tokens` is the growing list of its output."""
+        """Record the beginning of a dispatch; the caller must call `end`. `tokens` is its growing output."""
         call, work = spec.call, type(spec.work).__name__.lower()
         record = RequestRecord(
             spec.request_id, call.tenant, model, work, len(spec.token_ids), call.arrival, self.clock(), _tokens=tokens

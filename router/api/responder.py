@@ -38,7 +38,7 @@ class Responder:
             await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
 
     async def keep_alive(self) -> None:
-        """Send a comment, which begins a stream that has not begun; its headers lack what is not known yet."""
+        """Send a comment, which begins a stream that has not begun; its headers lack values that are not known yet."""
         if not self._started:
             self._failing = lambda error: error_event(error, self.path)
             await self._start(200, _EVENTS, _STREAM_HEADERS)

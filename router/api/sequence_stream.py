@@ -29,7 +29,7 @@ class Choice:
     """One sequence of a response: `index` in the response, made from prompt number `prompt`.
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
-    account comes with the last token. journal: records its outputs; None: nothing does. singly: tokens up to this
+    tokens are reported only with the last token. journal: records its outputs, if any. singly: tokens up to this
     number make a piece each. tools: names that it calls. paced, pace_s: tokens after the first output, and the
     seconds that they took."""
 

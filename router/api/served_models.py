@@ -124,7 +124,7 @@ class ServedModel:
         return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
-        """Raise InvalidRequest unless the model's vocabulary has all of them."""
+        """Raise InvalidRequest unless the model's vocabulary has all of the token ids."""
         vocabulary = self.text.facts.vocab_size
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)

@@ -78,7 +78,7 @@ class HeldFolder:
                 self._path(owner, name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
@@ -89,7 +89,7 @@ class HeldFolder:
 def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | None:
     """Hold a batch under the next number; None if another does, or if it has ended.
 
-    locks: also take a file lock, and fail if a process has it. Raises NotFound or OSError."""
+    locks: also take a file lock; None if a process has it. Raises NotFound or OSError."""
     batch, *_ = folder.saved(batch_id)
     if batch.status in ENDED:
         return None

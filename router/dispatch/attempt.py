@@ -115,7 +115,7 @@ class Attempt:
 
     @property
     def ships(self) -> bool:
-        """Return whether the first token is out and the decode node has not begun."""
+        """Return whether the first token has arrived, and the decode node has not begun to stream."""
         return self._first_seen and not self.decoding and self.decode_node is not None
 
     def stall(self, *, blames: bool) -> None:

@@ -29,7 +29,7 @@ class PatientRequest(Protocol):
         """Leave the nodes; the request continues later, after its delivered tokens."""
 
     def retry(self) -> None:
-        """Try again to find nodes: no other request waits before this one."""
+        """Try again to find nodes, since no other request waits before this one."""
 
 
 class Displacement:

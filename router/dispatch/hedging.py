@@ -104,7 +104,7 @@ class HedgedAttempts:
 
 @dataclass(frozen=True, slots=True)
 class Hedge:
-    """A second attempt to start: its nodes, its kind as a label, and why, with the nodes that gave the reason."""
+    """A second attempt to start: its nodes, its kind as a label, and why, with the nodes that are the reason."""
 
     placement: Placement
     kind: str

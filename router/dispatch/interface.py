@@ -219,7 +219,7 @@ class Cluster(Protocol):
     def trouble(self) -> str:
         """Return why this router may not replace its predecessor yet; empty once it may, and from then on.
 
-        Reasons: the registry lists no nodes yet, or nodes of another wire version while none of this can decode."""
+        Reasons: the registry lists no nodes yet, or only nodes of another wire version can decode."""
 
     def close_session(self, session: str) -> None:
         """Notify all nodes that a session is over, by its name on the wire."""

@@ -122,7 +122,7 @@ class ModelMedia:
         return False
 
     def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
-        """Return the nodes that can be asked now: not suspected ones, encode nodes, those with the least work first.
+        """Return the nodes that can be asked now: unsuspected ones first, then encode nodes, then by least work.
 
         An encode node is asked only for prompts that another node can compute."""
         breakers = self._nodes.breakers

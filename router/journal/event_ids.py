@@ -37,7 +37,7 @@ def parsed_id(text: str) -> tuple[str, StreamPlace]:
 class EventIds:
     """Writes the ids of one stream's events, and drops those that the client has.
 
-    Tokens up to `choices`' places, and the first token of each choice, must come one at a time."""
+    Tokens up to the counts in `after`, and the first token of each choice, must come one at a time."""
 
     def __init__(self, name: str, choices: int, after: StreamPlace | None = None) -> None:
         self._head = f"id: {name}:".encode()

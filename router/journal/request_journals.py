@@ -126,7 +126,7 @@ class RequestJournals:
             await store.journals.claim(tenant, name, self._owner, ttl_s=DELETED_LIFE_S, by_force=True)
 
     def _life_s(self, head: JournalHead) -> float:
-        """Return how long a journal lives after its last write; work without a client lives longer by its time limit."""
+        """Return how long a journal lives after its last write; a watched one, longer by its time limit."""
         return self.window_s + (head.timeout_s if head.watched else 0.0)
 
     async def _opened(

@@ -48,7 +48,7 @@ class Listener(Protocol):
         """Handle a broken stream; the listener is detached."""
 
     def drains(self) -> None:
-        """Handle the begin of draining, after which the stream should move."""
+        """Handle that the node begins to drain, so that the stream should move."""
 
 
 @dataclass(slots=True, eq=False)

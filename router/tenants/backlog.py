@@ -59,8 +59,8 @@ class Backlog:
     def decode_nodes(self) -> float:
         """Return how many decode nodes the waiting requests need beyond the existing ones.
 
-        The result may be negative. Full nodes report pressure themselves, and what exceeds the need of arrivals after
-        the queue is gone is subtracted."""
+        The result may be negative. Full nodes report pressure themselves, and capacity beyond the need of arrivals
+        once the queue is empty is subtracted."""
         full, decodes, waiting = self._look(), self._capacity().decodes, self._waiting()
         most = waiting.sequences / self._seats
         more = decodes * (waiting.ratio - 1 + waiting.seconds / DRAIN_S) if waiting.sequences and decodes else 0.0

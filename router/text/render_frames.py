@@ -42,7 +42,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(content: bytes) -> Any:
-    """Decode a request's content, which must come from the own parent."""
+    """Decode a request's content, which must come from this process's parent."""
     return marshal.loads(content)  # noqa: S302 - the router's own child reads what the router has written
 
 

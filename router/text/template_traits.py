@@ -47,7 +47,7 @@ class TemplateTraits:
     """What one template expects.
 
     wants_parts     content is a list of parts, not a string
-    takes_xml_tools the tools are also in this variable
+    takes_xml_tools the tools are also given in the variable xml_tools
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    the template shows a system message
     text_arguments  a call's arguments are JSON text, not an object

@@ -88,7 +88,7 @@ class Reservation:
         self._size += more
 
     def release(self) -> None:
-        """Give the bytes back."""
+        """Release the reserved bytes."""
         self._reserved[self._tenant] -= self._size
 
 

@@ -41,7 +41,7 @@ class Derived:
     """Syntax of tool calls and reasoning marks that a template reveals; each is None unless it was verified.
 
     shows_calls: the template writes calls, whether or not they can be read
-    texts: its calls, by probe, as a model of it writes them"""
+    texts: its calls, by probe, as a model would write them"""
 
     calls: ToolSyntax | None = None
     thinking: Thinking | None = None
