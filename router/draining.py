@@ -1,4 +1,4 @@
-"""Answers of a draining router on new connections: status for probes, rejections for requests."""
+"""Answers new connections of a draining router: status for probes, metrics, and rejections of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry point of `kvferry router`: starts and stops the router process."""
+"""Main coroutine of `kvferry router`: builds the router from its settings, serves until a signal, and drains."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ IDLE_S = 30.0
 
 It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
 OWN_DESCRIPTORS = 256
-"""Open files of a router besides clients' connections: nodes, Redis, sockets of other processes, files of batches."""
+"""Files that a router may have open besides clients' connections: nodes, Redis, other processes, batch files."""
 
 
 class Store(NodeSource, BlockLookup, Protocol):
-    """Node registry and block index, as far as the router needs them."""
+    """Parts of the node registry and the block index that the router uses."""
 
 
 async def serve_router(settings: RouterSettings) -> None:

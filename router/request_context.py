@@ -1,4 +1,4 @@
-"""Context of a client's request: id, arrival time, tenant, trace and deadline."""
+"""RequestContext of a client's request (id, tenant, deadline, targets, trace), and its identity when resumed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CALL = "kvferry.call"
 @fast_init
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """What an answer's ids, times and tokens depend on besides the request's body.
+    """Values on which an answer's ids, times and tokens depend besides the request's body.
 
-    A request that another router goes on with has the same identity, and therefore the same answer.
+    A request that another router continues has the same identity, and therefore the same answer.
 
-    nonce    tells requests of one id apart, in hexadecimal digits
+    nonce    hexadecimal digits that distinguish requests of the same id
     created  seconds since 1970
-    seed     of the sampling noise, where the body gives none
+    seed     seed of sampling, where the body gives none
     """
 
     nonce: str
@@ -38,13 +38,13 @@ class RequestIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ResumeHeaders:
-    """Headers of a request with which clients take up streams again.
+    """Headers of a request with which clients resume streams.
 
     key      `Idempotency-Key`; empty: none
     after    `Last-Event-ID`; empty: from the beginning
-    wants    the client reads ids of events: it sent one of the two, or accepts text/event-stream
+    wants    the client reads event ids: it sent one of these two headers, or accepts text/event-stream
     name     id of the answer, from the path of a GET; empty: of the request's body
-    number   of the last event that a client of the Responses API has; -1: none
+    number   number of the last event that a client of the Responses API has; -1: none
     streams  the answer is streamed, whatever the body asks
     """
 
@@ -57,7 +57,7 @@ class ResumeHeaders:
 
 
 NO_RESUME = ResumeHeaders()
-"""Of clients that resume nothing."""
+"""Headers of a client that resumes nothing."""
 
 
 @fast_init
@@ -68,13 +68,13 @@ class RequestContext:
     id        the client's x-request-id or a random one; used in the response's header and body, in all log lines, and
               as the prefix of the request's id on the wire
     arrival   time when the request's head was read
-    deadline  time by which its last token must be out
-    first_by  time by which its first token must be out; infinite without a target of the tenant
+    deadline  time by which its last token must be sent
+    first_by  time by which its first token must be sent; infinite without a target of the tenant
     tenant    name of the tenant; empty without tenants
     realm     tenant in whose cached blocks it may find prefixes; empty if tenants share prefixes
     priority  lower is served earlier; 0 by default
     itl_s     target of the mean seconds between its tokens; infinite without a target of the tenant
-    is_patient  nobody waits for it, as for a batch's rows: targets do not concern it
+    is_patient  nobody waits for it (for example a batch row), so that no targets apply to it
     session   name of the session on the wire, by the client's x-session-id; empty: none
     trace     W3C `traceparent` of the request's span, or the client's if no span is recorded; may be empty
     """
@@ -95,16 +95,16 @@ class RequestContext:
 
     @property
     def has_targets(self) -> bool:
-        """Return whether its tenant has targets that concern it."""
+        """Return whether targets of its tenant apply to it."""
         return self.first_by < inf or self.itl_s < inf
 
 
 def drawn_seed(call: RequestContext, request_id: str) -> int:
-    """Return the seed of one of a call's requests whose body gives none: another one for each prompt."""
+    """Return the seed of one of a call's requests whose body gives none; it differs for each prompt."""
     seed = call.identity.seed
     return seed if request_id == call.id else random.Random(f"{seed} {request_id}").getrandbits(63)  # noqa: S311
 
 
 def request_names(call: RequestContext, prompts: int) -> list[str]:
-    """Return the ids of the requests that a call with that many prompts makes."""
+    """Return the ids of the requests that a call with `prompts` prompts makes."""
     return [call.id] if prompts == 1 else [f"{call.id}-p{number}" for number in range(prompts)]

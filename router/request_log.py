@@ -1,4 +1,4 @@
-"""Bounded log of recent requests, transfers and events, shown on the dashboard.
+"""RequestLog: bounded log of recent requests, transfers and events, shown on the dashboard.
 
 It is written a few times for each request, but never for a token."""
 
@@ -56,13 +56,13 @@ class RequestRecord:
         return self._output or len(self._tokens)
 
     def sent(self, placement: Placement, *, onward: bool = False) -> None:
-        """Record the nodes of an attempt; `onward`: a stream moves there whose prompt is already computed."""
+        """Record the nodes of an attempt; `onward`: a stream whose prompt is already computed moves there."""
         if not onward:
             self.prefill = placement.prefill.node_id if placement.prefill else ""
         self.decode = placement.decode.node_id if placement.decode else ""
 
     def end(self, outcome: str, now: float) -> None:
-        """Record the end, and release the tokens, since records are kept for long."""
+        """Record the end, and release the tokens, since records are kept for a long time."""
         self.outcome, self.ended_at = outcome, now
         self._output, self._tokens = len(self._tokens), ()
 
@@ -79,7 +79,7 @@ class LoggedEvent(NamedTuple):
 
 
 class Shipped(NamedTuple):
-    """Acknowledged ship of blocks."""
+    """Acknowledged transfer of blocks from a prefill to a decode node."""
 
     at: float
     prefill: str
@@ -103,7 +103,7 @@ class RequestLog:
         self.ships: deque[Shipped] = deque(maxlen=SHIPS)
 
     def begin(self, spec: RequestSpec, model: str, tokens: Sequence[int]) -> RequestRecord:
-        """Record the begin of a dispatch; the caller must call `end`. `tokens` is the growing list of its output."""
+        """Record the beginning of a dispatch; the caller must call `end`. `tokens` is its growing output."""
         call, work = spec.call, type(spec.work).__name__.lower()
         record = RequestRecord(
             spec.request_id, call.tenant, model, work, len(spec.token_ids), call.arrival, self.clock(), _tokens=tokens

@@ -1,4 +1,4 @@
-"""Rebalancing of node roles (`--elastic`): asks nodes to change roles when a model's pools are out of balance.
+"""RoleRebalancer (`--elastic`): asks nodes to change roles when a model's prefill and decode pools are unbalanced.
 
 Any router may ask. The nodes ensure that changes happen one at a time, that each role keeps a node, and that roles rest
 after a change."""

@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP API, one package per endpoint family."""
+"""OpenAI-compatible HTTP API of the router, and those of Anthropic and llama.cpp; one package per endpoint family."""

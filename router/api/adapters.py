@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's request and response format."""
+"""Routes /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's format, which change the nodes' LoRA adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission of one request: tenant limits, queueing, and usage accounting."""
+"""AdmittedRequest: tenant limits, scheduler slot, targets and token accounting of one request that uses nodes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class AdmittedRequest:
         return {**found, ADAPTED: ", ".join(self.adaptations)} if self.adaptations else found
 
     def identify(self, call: RequestContext) -> None:
-        """Take over the context of the request that this one repeats or goes on with."""
+        """Take over the context of the request that this one repeats or continues."""
         self.call = replaced(call, trace=self.call.trace)
 
     def prefer(

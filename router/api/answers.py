@@ -1,4 +1,4 @@
-"""Response schemas of the OpenAI endpoints, for documentation and tests."""
+"""Pydantic models of the OpenAI endpoints' responses and errors, for the OpenAPI description and tests."""
 
 from __future__ import annotations
 

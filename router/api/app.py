@@ -1,4 +1,4 @@
-"""HTTP application of the router: routes and their documentation."""
+"""create_app: builds the router's ASGI application from all routes, with CORS and Ingress outermost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam-search generation for all prompts of a request.
+"""BeamGeneration: beam search for all prompts of a request, one request to a node for each live beam and step.
 
 Each step sends a request of one token for each live beam. It forks from the beam that it extends, shares its blocks,
 copies the last partial block and computes one token. A search of w beams and t tokens therefore costs one prompt, about

@@ -1,4 +1,4 @@
-"""Starts all choices of a request, later ones as forks of the first, and merges their streams in arrival order."""
+"""ChoiceMerge: starts all choices of a request, later ones as forks of the first, and merges their streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ChoiceMerge:
 
     Raises the KvferryError of the first dispatch that fails. The caller must call `aclose`.
 
-    groups   choices of each prompt; the first starts first, and its first token starts the others as its forks
+    groups   choices of each prompt; the first starts first, and its first token starts the other choices as forks
     follow   starts a choice
     at_once  maximum number of dispatches in flight
     """

@@ -1,4 +1,4 @@
-"""CORS middleware, configured by the router's settings."""
+"""CORS middleware around the router's application, if its settings allow any origin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = (
 def across_origins(app: ASGIApp, settings: RouterSettings) -> ASGIApp:
     """Wrap the application with CORS handling if the settings allow any origin.
 
-    It stands before Ingress, since a preflight carries no key."""
+    It wraps Ingress, since a preflight request carries no key."""
     origins = _listed(settings.allowed_origins)
     if not origins:
         return app

@@ -1,4 +1,4 @@
-"""OpenAPI description of the API: errors, headers, and bodies that endpoints parse themselves."""
+"""OpenAPI description of the API: FastAPI subclass and helpers for errors, headers, and bodies that routes parse."""
 
 from __future__ import annotations
 

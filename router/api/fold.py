@@ -1,4 +1,4 @@
-"""Interface of a generating endpoint, and the assembly of a generation's pieces into its answer."""
+"""Answer: base of answers that turn a generation's pieces into events or one body; Endpoint: what a route serves."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Answer:
             await responder.whole(200, self.body(), self._route())
 
     def begin_after(self, number: int) -> None:
-        """Leave out numbered events up to this one, which the client has; -1: none."""
+        """Leave out numbered events up to this one, which the client already has; -1: leave out none."""
 
     def opening(self) -> bytes:
         """Return the first events of a stream."""
@@ -137,10 +137,10 @@ class Endpoint:
     asked                   translates the body into a chat, if it is not one itself; raises KvferryError
     shape                   builds the answer after the first piece
     later                   runs the request in the background and returns an answer, or None; raises KvferryError
-    prefix                  of the answer's id
-    singly                  each token of a recorded stream makes events of its own, since their places are counted
-    numbers                 events have numbers of their own, and no ids
-    always                  whether requests with this body are recorded without a header that asks for it; None: none
+    prefix                  prefix of the answer's id
+    singly                  each token of a recorded stream makes its own events, since events are counted to resume
+    numbers                 events have sequence numbers instead of ids
+    always                  whether requests with this body are recorded without a header that asks for it; None: no
     """
 
     path: str
@@ -157,5 +157,5 @@ class Endpoint:
     always: Callable[[Any], bool] | None = None
 
     def journal_name(self, call: RequestContext) -> str:
-        """Return the name of a request's journal; the nonce tells it from others with the client's request id."""
+        """Return the name of a request's journal; the nonce distinguishes requests with the same client request id."""
         return f"{self.prefix}{call.id}{'-' if self.numbers else '.'}{call.identity.nonce}"

@@ -1,4 +1,4 @@
-"""ASGI route of a generating endpoint: new requests, and those that go on behind what their journals hold."""
+"""GeneratingRoute: serves a generating endpoint, and resumes its requests from their journals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvferry.router.request_context import RequestContext
 from kvferry.runtime.tracing import TRACER
 
 ALL = 2**31
-"""More tokens than a choice has."""
+"""A number above the tokens of any choice."""
 
 
 async def _nowhere(message: Message) -> None:
@@ -67,7 +67,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         return nullcontext()
 
     def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
-        """Return whether the client could take the answer up again. Beams are computed anew."""
+        """Return whether the answer is recorded so that the client can resume it; beam search never is."""
         resume, streams = call.resume, bool(getattr(body, "stream", False))
         wants = (
             resume.key
@@ -88,9 +88,9 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         return journal
 
     async def go_on(self, tenant: str, name: str, computes: bool) -> None:
-        """Go on with a request of a router that died or gave it up, which needs no client.
+        """Continue a request of a router that died or gave it up, without a client.
 
-        computes: False shows only what is recorded. Raises KvferryError."""
+        computes: if false, produce only what is recorded. Raises KvferryError."""
         realm = self._tenant_registry.realm(tenant)
         call = RequestContext(name, time.monotonic(), time.monotonic(), tenant, realm)
         journal = await self._journals.found(call, name, self._path, by_force=True)
@@ -105,7 +105,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         self, admitted: AdmittedRequest, body: RequestBody, size: int, responder: Responder,
         journal: JournaledRequest | None = None,
     ) -> Answer:  # fmt: skip
-        """Generate the answer to a body of `size` bytes, and send it but for its last bytes."""
+        """Generate the answer to a body of `size` bytes, and send all of it except its last bytes."""
         if journal is None:
             return await self._generated(admitted, body, size, responder, None)
         with journal:
@@ -158,7 +158,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         self, admitted: AdmittedRequest, pool: ServedModel, generation: Generation, body: GenerationBody,
         journal: JournaledRequest,
     ) -> EventIds | None:  # fmt: skip
-        """Record a generation, or let it begin with what is recorded; return the ids of its stream's events, if any."""
+        """Record a generation, or begin it with the recorded outputs; return the ids of its stream's events, if any."""
         journal.outputs.check(generation.prompts)
         ids = None
         if (body.stream or admitted.call.resume.streams) and not self.endpoint.numbers:
@@ -177,7 +177,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         return ids
 
     async def _asked(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
-        """Return what the body asks of a model, and the size in bytes of everything it refers to."""
+        """Return the body as a generation request, and the size in bytes of everything it refers to."""
         if self.endpoint.asked is not None:
             chat = await self.endpoint.asked(call, request, self._pools)
             return chat, size + chat.earlier

@@ -1,7 +1,7 @@
-"""Generation of one HTTP request: starts the dispatch of all its sequences, counts usage, cancels the rest.
+"""Generation: runs all sequences of one HTTP request on nodes, counts their usage, and cancels what still runs.
 
-`SequenceStream` turns each Output of a dispatch into a Piece. The transcript makes text of it, and for tool calls or
-reasoning a stage of parsers follows, before the answer's shape."""
+`SequenceStream` turns each Output of a dispatch into a Piece. A transcript turns its tokens into text, a stage
+of parsers follows for tool calls or reasoning, and the endpoint's Answer formats the result."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Generation:
     def record(self, journal: Journal, singly: Callable[[int], int]) -> None:
         """Record all outputs, and begin with those that the journal has; call it before `pieces`.
 
-        singly: up to which number a choice's tokens make a piece each."""
+        singly: given a choice's index, the number of its first tokens that make a piece each."""
         self._journal = journal
         for choice in self.choices:
             choice.journal, choice.singly = journal, singly(choice.index)
@@ -189,7 +189,7 @@ class Generation:
             count_prompt(self.metrics, route)
 
     def count_late(self, choice: Choice) -> None:
-        """Count a prompt whose account came with the last token."""
+        """Count a prompt whose token sources were reported only with the last token."""
         if choice.dispatch is not None and (route := choice.dispatch.route) is not None:
             count_prompt(self.metrics, route)
 

@@ -1,4 +1,4 @@
-"""ASGI route of a request that runs on nodes: concurrency limit, body, and client disconnects."""
+"""Base ASGI route of endpoints that use nodes: concurrency limit, body, errors, and cancelling at a disconnect."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class GenerationRoute(Generic[Described]):
         counter.inc()
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> Finishing:
-        """Do all work but the last bytes, after which the server reports the client as gone."""
+        """Do all work except sending the last bytes, after which the server reports the client as gone."""
         raise NotImplementedError
 
 

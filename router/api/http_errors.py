@@ -1,4 +1,4 @@
-"""Translation of every HTTP error into an OpenAI error object."""
+"""Exception handlers that answer every error as an error object in OpenAI's format, or Anthropic's on its paths."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def error_response(error: KvferryError, path: str) -> Response:
 
 
 def _local(request: Request) -> str:
-    """Return the path below the proxy's root path."""
+    """Return the path without the proxy's root path."""
     root: str = request.scope.get("root_path", "")
     return request.url.path.removeprefix(root)
 

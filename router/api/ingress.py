@@ -1,4 +1,4 @@
-"""Outermost ASGI layer: authenticates each request and creates its RequestContext."""
+"""Ingress: outermost ASGI layer; authenticates requests, creates their RequestContext, delays repeated rejections."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Ingress:
         return tenant, call
 
     async def _settle(self, scope: Scope, status: int, call: RequestContext) -> None:
-        """Delay a rejection whose client has had too many."""
+        """Delay a rejection if its client has had too many."""
         if self._throttle is None:
             return
         if status < 400:
@@ -99,7 +99,7 @@ class Ingress:
 
 
 def by_name(headers: Sequence[tuple[bytes, bytes]]) -> Mapping[str, str]:
-    """Return headers by their names in lower case; of several with one name the first."""
+    """Return headers by their names in lower case; the first one if a name occurs several times."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(headers)}
 
 
@@ -119,7 +119,7 @@ def new_call(headers: Mapping[str, str], tenant: str, realm: str, timeout_s: flo
 
 
 def _resume(headers: Mapping[str, str]) -> ResumeHeaders:
-    """Return the headers with which a client takes up a stream again."""
+    """Return the headers with which a client resumes a stream."""
     key, after = headers.get("idempotency-key", ""), headers.get("last-event-id", "")
     wants = bool(key or after) or "text/event-stream" in headers.get("accept", "")
     return ResumeHeaders(key, after, wants) if wants else NO_RESUME

@@ -1,4 +1,4 @@
-"""Keep-alive comments in streams that can be resumed, so that their clients can tell a dead router from a busy cluster.
+"""KeepAlive: writes comments into quiet resumable streams, so that clients can tell a dead router from a busy cluster.
 
 A client that hears nothing for a second may go to another router: a living one would have written a comment."""
 
@@ -18,7 +18,7 @@ from kvferry.runtime.first_step import begun
 KEEP_ALIVE_S = 0.4
 """Silence of a stream after which a comment is written, in seconds."""
 LOOK_S = 0.1
-"""Seconds between two looks at all streams."""
+"""Seconds between two checks of all streams."""
 
 
 class KeepAlive:

@@ -1,4 +1,4 @@
-"""GET /v1/models and /version: the served models and the router's version."""
+"""Routes GET /v1/models and /version: served models with adapters and modalities, and the router's version."""
 
 from __future__ import annotations
 

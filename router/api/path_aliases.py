@@ -1,4 +1,4 @@
-"""Paths without `/v1`, for clients whose base URL lacks it: served as those with it, by the same keys and limits."""
+"""Maps API paths without `/v1` to those with it, for clients whose base URL lacks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operational endpoints: liveness, readiness, metrics and scrape targets."""
+"""Routes for operators: chat page, liveness, readiness, metrics, and scrape targets of all nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.rejection import retry_headers
 
 ASKED = {None: False, "0": False, "false": False, "1": True, "true": True}
-"""Values of the query parameter `nodes`, and what they mean."""
+"""Accepted values of the query parameter `nodes`, by whether they ask for nodes."""
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
 """OpenAPI description of the query parameter `nodes`."""
 
@@ -83,7 +83,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
 
 
 def asks_for_nodes(told: str | None) -> bool:
-    """Return what the query parameter `nodes` means. Raises InvalidRequest for a value that means nothing."""
+    """Return what the query parameter `nodes` means. Raises InvalidRequest for an unknown value."""
     if told not in ASKED:
         raise InvalidRequest(
             f"nodes must be 1 or 0, got {told!r:.40}; the answer counts the nodes of each role", param="nodes"

@@ -1,4 +1,4 @@
-"""Routes that show what a request becomes: POST /apply-template, and /render below the generating endpoints."""
+"""Routes that show a request's rendered prompt without running it: /apply-template, and /render below two endpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = (
 )  # fmt: skip
 """Sampling parameters that vLLM has under the same name, with a single value."""
 Show = Callable[[ServedModels, RequestContext, Any, int], Awaitable[Any]]
-"""Makes the answer for a body of that many bytes."""
+"""Returns the answer, given served models, context, body and the body's size in bytes."""
 
 
 class AppliedTemplate(BaseModel):

@@ -1,4 +1,4 @@
-"""HTTP response of a generation: headers, body or SSE events, and errors."""
+"""Responder: writes the HTTP response of one request: headers, body or event stream, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class Responder:
     """Response to one request to `path`.
 
-    After `begin_stream` or `keep_alive` errors appear only inside the stream. `more` returns additional headers, read
+    After `begin_stream` or `keep_alive`, errors appear only inside the stream. `more` returns additional headers, read
     when the response begins."""
 
     send: Send
@@ -38,7 +38,7 @@ class Responder:
             await self._start(200, _EVENTS, {**_STREAM_HEADERS, **headers})
 
     async def keep_alive(self) -> None:
-        """Send a comment, which begins a stream that has not begun; its headers lack what is not known yet."""
+        """Send a comment, which begins a stream that has not begun; its headers lack values that are not known yet."""
         if not self._started:
             self._failing = lambda error: error_event(error, self.path)
             await self._start(200, _EVENTS, _STREAM_HEADERS)

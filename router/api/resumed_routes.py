@@ -1,4 +1,4 @@
-"""Routes with which clients take up recorded answers by their id: GET beside the POST that began them."""
+"""Routes GET <endpoint>/{id} that resume recorded chats and completions; events_after does so for responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.router.api.fold import Endpoint
 from kvferry.router.request_context import CALL, ResumeHeaders
 
 MAX_NUMBER = 10**9
-"""Largest number of an event."""
+"""Largest accepted event number."""
 
 
 class Exchanged(Response):
@@ -58,7 +58,7 @@ def _taken_up(exchange: ASGIApp) -> Callable[[Request], Awaitable[Response]]:
 
 
 def events_after(request: Request, exchange: ASGIApp) -> Response:
-    """Return the events of a response behind the one with the number `starting_after`; raise InvalidRequest."""
+    """Return the events of a response after number `starting_after`; raise InvalidRequest."""
     given = request.query_params.get("starting_after", "-1")
     if given != "-1" and not (given.isascii() and given.isdigit() and int(given[:12]) <= MAX_NUMBER):
         raise InvalidRequest(f"starting_after must be a number up to {MAX_NUMBER}", param="starting_after")
@@ -67,7 +67,7 @@ def events_after(request: Request, exchange: ASGIApp) -> Response:
 
 
 def taken_up(request: Request, exchange: ASGIApp, resume: ResumeHeaders) -> Response:
-    """Return the response of a route that is asked for a recorded answer."""
+    """Return the response of the endpoint's route, which then sends the recorded answer."""
     scope = request.scope
     scope[CALL] = replace(scope[CALL], resume=resume)
     return Exchanged(exchange)

@@ -1,4 +1,4 @@
-"""Text stream of one sequence, from its token stream."""
+"""SequenceStream: turns the token stream of one choice into text pieces, counts its tokens and records its outputs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Choice:
     """One sequence of a response: `index` in the response, made from prompt number `prompt`.
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
-    account comes with the last token. journal: records its outputs; None: nothing does. singly: tokens up to this
-    number make a piece each. tools: names that it calls. paced, pace_s: tokens behind the first output, and the
+    tokens are reported only with the last token. journal: records its outputs, if any. singly: tokens up to this
+    number make a piece each. tools: names that it calls. paced, pace_s: tokens after the first output, and the
     seconds that they took."""
 
     index: int
@@ -74,14 +74,14 @@ class Whole(Protocol):
         """Count the first output of a choice."""
 
     def count_late(self, choice: Choice) -> None:
-        """Count a prompt whose account came with the last token."""
+        """Count a prompt whose token sources were reported only with the last token."""
 
     async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
         """Cancel a choice's dispatch."""
 
 
 class SequenceStream:
-    """Pieces of one choice.
+    """Iterator over the pieces of one choice.
 
     It is an iterator class rather than a generator: every token passes through it, and the event loop tracks
     generators."""

@@ -1,4 +1,4 @@
-"""Served models, found by name, each with its nodes, text side and queue."""
+"""ServedModel, which turns request bodies into RequestSpecs for a model's nodes, and ServedModels, all by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ServedModel:
     renderer: Renderer
     turns: SchedulerSlots = field(default_factory=SchedulerSlots)
     checker: Checker | None = None
-    """Tests grammars before nodes compile them; None: grammars are refused."""
+    """Tests grammars before nodes compile them; None: grammars are rejected."""
     adapter: tuple[str, str] = ("", "")
     media: MediaPrompter | None = None
     """Makes prompts with images, audio and video; None: they are refused."""
@@ -124,7 +124,7 @@ class ServedModel:
         return RequestSpec(call, request_id, tuple(token_ids), work, realm, adapter=self.adapter[1])
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
-        """Raise InvalidRequest unless the model's vocabulary has all of them."""
+        """Raise InvalidRequest unless the model's vocabulary has all of the token ids."""
         vocabulary = self.text.facts.vocab_size
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise InvalidRequest(f"token ids in {field} must be at least 0 and below {vocabulary}", param=field)

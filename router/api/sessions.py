@@ -1,4 +1,4 @@
-"""DELETE /v1/sessions/{session_id}: a client says that a session is over."""
+"""Route DELETE /v1/sessions/{session_id}: closes a session, whose cached blocks nodes then evict first."""
 
 from __future__ import annotations
 

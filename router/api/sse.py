@@ -1,4 +1,4 @@
-"""Encoding of server-sent events."""
+"""Encodes JSON and server-sent events, with a template for events that differ only in a text."""
 
 from __future__ import annotations
 

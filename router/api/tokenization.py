@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's request and response format."""
+"""Handlers of /tokenize, /detokenize and /tokenizer_info in vLLM's format; their routes are in tokenization_routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes between texts and tokens."""
+"""Routes POST /tokenize and /detokenize, and GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.runtime.disconnect import until_disconnect
 
 
 def tokenization_routes(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -> APIRouter:
-    """Return the routes of texts and tokens; statuses: of their errors."""
+    """Return the tokenization routes; `statuses` are those of their errors."""
     router = APIRouter(responses=errors(*statuses))
 
     @router.post(

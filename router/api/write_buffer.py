@@ -1,8 +1,8 @@
-"""Write buffer of a stream: coalesces tokens that arrive together into one write.
+"""WriteBuffer: coalesces the events of a stream that arrive together into one socket write.
 
 A socket write costs as much as all other work for a token in the router. `add` writes in the next turn of the event
-loop what was added in this one. `add_last` writes at once what nothing else will follow in this turn: `DeltaQueue` has
-joined the tokens of a stream that is behind."""
+loop what was added in this one. `add_last` writes at once, for data after which nothing else comes in this turn, since
+`DeltaQueue` has joined the tokens of a stream that is behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WriteBuffer:
         """A write that waits for the client, or that failed."""
 
     def add(self, data: bytes) -> bool:
-        """Append data; return whether more may be added before `flush` was awaited."""
+        """Append data; return whether more may be added without awaiting `flush` first."""
         if data:
             if not self._parts:
                 self._loop.call_soon(self._write, context=self._context)
@@ -82,7 +82,7 @@ class WriteBuffer:
             self._waiting.add_done_callback(self._written)
 
     def _written(self, waiting: asyncio.Future[None]) -> None:
-        """Write the data added meanwhile, unless the write failed; `flush` raises its error."""
+        """Write the data added during a write, unless that failed; `flush` raises its error."""
         if waiting is self._waiting and not waiting.cancelled() and waiting.exception() is None:
             self._waiting = None
             self._write()

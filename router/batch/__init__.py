@@ -1,1 +1,1 @@
-"""Batches and uploaded files on disk, and the execution of batches."""
+"""Storage of uploaded files and batches, on disk or in Redis, and the execution of batches."""

@@ -1,4 +1,4 @@
-"""Persistent state of one batch: its description and progress."""
+"""Batch: state of one batch as the API shows it and as it is stored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Batch:
 
     @classmethod
     def new(cls, endpoint: str, file_id: str, tenant: str, metadata: dict[str, str] | None) -> Batch:
-        """Create a batch that is to be validated."""
+        """Return a new batch, whose input is not validated yet."""
         now = int(time.time())
         return cls(
             f"batch_{uuid.uuid4().hex}", endpoint, file_id, now, now + WINDOW_S, metadata=metadata, tenant=tenant
@@ -75,11 +75,11 @@ class Batch:
 
     @classmethod
     def of_record(cls, record: bytes) -> Batch:
-        """Return the batch of a record. Raises ValueError or TypeError if it is none."""
+        """Return the batch of a record; raise ValueError or TypeError if it is not one."""
         return cls(**json.loads(record))
 
     def file_id(self, *, ok: bool) -> str:
-        """Return the id of the file of its answers, or of its errors: the same for each holder."""
+        """Return the id of its output file, or of its error file; it is the same for each holder."""
         return "file-" + hashlib.sha256(f"{self.id}/{'output' if ok else 'errors'}".encode()).hexdigest()[:32]
 
     def file_name(self, *, ok: bool) -> str:

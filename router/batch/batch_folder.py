@@ -1,4 +1,4 @@
-"""A tenant's batches on disk. All functions block: call them outside the event loop.
+"""BatchFolder: a tenant's batches as folders on disk. All functions block: call them outside the event loop.
 
 <id>/batch.json      the batch as it was created
 <id>/cancel          exists if it is to be cancelled
@@ -6,7 +6,7 @@
 <id>/owner-<n>/      what the holder with number n wrote: output.jsonl, errors.jsonl; and batch.json, the batch with the
                      bytes that count of what earlier holders wrote
 
-The highest number holds the batch. What an earlier holder writes afterwards lies behind the bytes that count."""
+The highest number holds the batch. What an earlier holder writes afterwards is past the bytes that count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.runtime.private_files import make_private_folder, private
 
 _OWNER = re.compile(r"owner-(\d{1,9})")
 Earlier = dict[str, list[tuple[int, int]]]
-"""Name of a file with answers → number of an earlier holder and the bytes of its file that count, in their order."""
+"""Name of a file with answers → numbers of earlier holders, in order, with the bytes of their files that count."""
 
 
 class BatchFolder:

@@ -1,4 +1,4 @@
-"""Ownership of batches: a router runs those that it owns under its lease.
+"""BatchOwners: decides which router runs a batch, by router leases or, without them, by the store's locks.
 
 Without leases the store's locks decide, so every process tries each unfinished batch."""
 
@@ -17,13 +17,13 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger(__name__)
 
 WATCH_S = 2.0
-"""Seconds between looks at the store for batches that nobody owns, as after a loss of all leases."""
+"""Seconds between checks of the store for batches that nobody owns, as after a loss of all leases."""
 OWNED_S = 2 * 86_400.0
-"""Seconds for which a batch is owned; a running batch is owned anew at every look."""
+"""Seconds for which a batch is owned; for a running batch, each check of the store renews it."""
 
 
 class BatchOwners:
-    """Ownership of the batches of one store; owned: work of this router in the cluster, None without leases."""
+    """Ownership of the batches of one store. owned: this router's leased work; None without leases."""
 
     def __init__(self, store: BatchStore, owned: RouterOwnership | None) -> None:
         self._store, self._owned = store, owned
@@ -37,10 +37,10 @@ class BatchOwners:
     async def begin(self, place: Place, *, idle: bool) -> bool:
         """Own a new batch; return whether this router runs it.
 
-        One that is not idle gives it up, so that the router that looks first claims it."""
+        A router that is not idle gives it up, so that the first one that checks the store claims it."""
         if self._owned is None:
             return True
-        with contextlib.suppress(RegistryUnavailable):  # a look at the store finds it
+        with contextlib.suppress(RegistryUnavailable):  # the next check of the store finds the batch
             taken = await self._owned.take(self._store.kind, place.name, OWNED_S)
             if taken and not idle:
                 await self._owned.release(self._store.kind, place.name)
@@ -48,22 +48,22 @@ class BatchOwners:
         return False
 
     async def end(self, place: Place) -> None:
-        """Own a batch no longer, since it ended."""
+        """Stop owning a batch, which has ended."""
         if self._owned is not None:
-            with contextlib.suppress(RegistryUnavailable):  # it is then claimed, and found to have ended
+            with contextlib.suppress(RegistryUnavailable):  # another router then claims it and finds that it has ended
                 await self._owned.drop(self._store.kind, place.name)
 
     async def give_up(self, places: Iterable[Place]) -> None:
         """Leave batches to other routers."""
         if self._owned is not None:
-            with contextlib.suppress(RegistryUnavailable):  # the lease's end leaves them, too
+            with contextlib.suppress(RegistryUnavailable):  # the end of the lease also gives them up
                 for place in places:
                     await self._owned.release(self._store.kind, place.name)
 
     async def watched(
         self, start: Callable[[Place], None], running: Collection[Place], leave: Callable[[], Awaitable[None]]
     ) -> None:
-        """Start the batches that this router comes to own, until cancelled; `leave` gives up all once it drains."""
+        """Start batches when this router becomes their owner, until cancelled; `leave` gives all up when it drains."""
 
         async def claimed(name: str) -> None:
             start(Place.named(name))
@@ -84,7 +84,7 @@ class BatchOwners:
             await asyncio.sleep(WATCH_S)
 
     async def _take(self, place: Place, known: Collection[Place]) -> bool:
-        """Own a batch that nobody owned at the last look either: a new one is first owned by the router that has it."""
+        """Own a batch that was unowned at the last check too, since a new batch belongs first to its creator."""
         if self._owned is None:
             return True
         return place in known and await self._owned.take(self._store.kind, place.name, OWNED_S)

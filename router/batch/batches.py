@@ -1,4 +1,4 @@
-"""All batches of this router: created, tracked, taken over from routers that died, and resumed after a restart."""
+"""Batches: creates, runs, cancels and resumes batches, also those of routers that died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 """Longest pause before a batch is retried after a disk error, in seconds."""
 LONGEST_REDIS_WAIT_S = 2.0
-"""The same while Redis is away, whose answer costs little to ask for."""
+"""The same while Redis does not answer; it is shorter, since asking Redis costs little."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Batches:
     that no other process runs. On leaving, running batches stop and stay resumable.
 
     store  where files and batches are; None: on the settings' disk
-    owned  work of this router in the cluster; None: locks on the disk say which process runs a batch
+    owned  leased work of this router; None: locks on the disk decide which process runs a batch
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Batches:
         return self._store.batches(tenant)
 
     async def create(self, tenant: str, endpoint: str, file_id: str, metadata: dict[str, str] | None) -> Batch:
-        """Create a batch, and start it unless another router is to run it.
+        """Create a batch, and start it unless another router should run it.
 
         Raises InvalidRequest, NotFound for the file, Overloaded, DiskFailed or RegistryUnavailable."""
         if endpoint not in self._endpoints:
@@ -141,7 +141,7 @@ class Batches:
         await self._store.close()
 
     async def leave(self) -> None:
-        """Stop all batches and leave them to other routers: this process will end."""
+        """Stop all batches and leave them to other routers, since this process will end."""
         self._leaving = True
         self._watching.cancel()
         stopped = dict(self._tasks)
@@ -151,9 +151,9 @@ class Batches:
         await self._owners.give_up(stopped)
 
     def _start(self, place: Place) -> None:
-        """Run a batch unless it runs; raise Draining if this process ends."""
+        """Run a batch unless it is running; raise Draining if this process is shutting down."""
         if self._leaving:
-            raise Draining("this router ends and runs no batch")
+            raise Draining("this router is shutting down and runs no batch")
         if place not in self._tasks:
             task = self._tasks[place] = asyncio.create_task(self._run(place))
             task.add_done_callback(lambda _: self._tasks.pop(place, None))

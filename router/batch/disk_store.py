@@ -1,4 +1,4 @@
-"""Files and batches in a data directory, which may be a volume that several routers share."""
+"""DiskStore: files and batches in a data directory, which may be a volume that several routers share."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class DiskHeld:
 class DiskStore:
     """Files and batches of a cluster below `root`. Implements stores.BatchStore.
 
-    limit: bytes of one tenant's files. locks: whether a lock, held by the process that runs a batch, says who may run
-    it; otherwise leases do."""
+    limit: bytes of one tenant's files. locks: whether a file lock decides which process runs a batch; otherwise
+    leases do."""
 
     def __init__(self, root: Path, limit: int, *, locks: bool) -> None:
         self.root, self._limit, self._locks = root, limit, locks

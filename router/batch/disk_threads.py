@@ -1,7 +1,7 @@
-"""Threads for calls on clients' files, apart from all other work of the process.
+"""Thread pool for blocking disk calls on clients' files, with a limit for each tenant.
 
-A call may hang, as on a network file system. It then holds one of its tenant's few places. Other tenants' calls, the
-dashboard and the reload of keys do not wait for it."""
+A call may hang, for example on a network file system. It then occupies one of its tenant's few places, but other
+tenants' calls, the dashboard and the reload of keys do not wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THREADS, PER_TENANT = 64, 4
 PLACE_S = 10.0
 """Longest wait for one of a tenant's places, in seconds."""
 CALL_S = 300.0
-"""Longest wait for a call, in seconds: a file of the longest upload is copied within it."""
+"""Longest wait for a call, in seconds; enough to copy a file of the largest upload."""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -1,4 +1,4 @@
-"""Files of clients on disk: content and description side by side, separate for each tenant.
+"""FileStore: a tenant's uploaded files and batch outputs on disk, within a limit of bytes.
 
 All functions block: call them outside the event loop."""
 
@@ -235,7 +235,7 @@ def tenant_folders(root: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new one. Raises OSError and then leaves nothing."""
+    """Write a file atomically: readers see the old text or the new one. After an OSError nothing is left behind."""
     partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         with open(partly, "w", opener=private) as out:

@@ -1,4 +1,4 @@
-"""A batch on disk that one process holds. All functions block: call them outside the event loop."""
+"""HeldFolder: a batch on disk that one process holds and writes answers to. All functions block."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.router.batch.stores import LostBatch
 from kvferry.runtime.private_files import private
 
 NAMES = {True: "output.jsonl", False: "errors.jsonl"}
-"""Names of the files with the answers of rows that succeeded, and of the others."""
+"""Names of the files with the answers of rows that succeeded, and of rows that failed."""
 
 
 class HeldFolder:
-    """One holder's view of a batch: `batch`, the ids of the answered rows, and its own files behind earlier holders'.
+    """One holder's view of a batch: `batch`, ids of answered rows, and its own files after those of earlier holders.
 
     lock: closed with the folder; None where leases say who may hold a batch."""
 
@@ -29,7 +29,7 @@ class HeldFolder:
         self._earlier: Earlier = {}
 
     def take(self, previous: int, earlier: Earlier) -> None:
-        """Go on behind the previous holder, of which so much counts, and save the batch under the own number."""
+        """Continue after the previous holder's answers, and save the batch under this holder's number."""
         for ok, name in NAMES.items():
             own = (previous, whole_lines(self._path(previous, name)))
             self._earlier[name] = [*((owner, size) for owner, size in earlier.get(name, ())), own]
@@ -59,7 +59,7 @@ class HeldFolder:
         self.done.add(custom_id)
 
     def publish(self, files: FileStore, *, ok: bool) -> str | None:
-        """Make the answers a file, unless that was done; return its id."""
+        """Store the answers as a file, unless that was done, and return its id; None without answers."""
         self.check()
         parts = [(self._path(owner, NAMES[ok]), size) for owner, size in self._earlier[NAMES[ok]] if size]
         own = self._path(self._owner, NAMES[ok])
@@ -78,7 +78,7 @@ class HeldFolder:
                 self._path(owner, name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
@@ -89,7 +89,7 @@ class HeldFolder:
 def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | None:
     """Hold a batch under the next number; None if another does, or if it has ended.
 
-    locks: hold it by a lock, too, and only if no process has it. Raises NotFound or OSError."""
+    locks: also take a file lock; None if a process has it. Raises NotFound or OSError."""
     batch, *_ = folder.saved(batch_id)
     if batch.status in ENDED:
         return None
@@ -97,12 +97,12 @@ def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | Non
     if locks and lock is None:
         return None
     try:
-        batch, previous, earlier = folder.saved(batch_id)  # its last holder may have ended it meanwhile
+        batch, previous, earlier = folder.saved(batch_id)  # it may have ended in the meantime
         owner = max((*folder.owners(batch_id), 0)) + 1
         try:
             folder.folder(batch_id, owner).mkdir(mode=0o700)
         except FileExistsError:
-            owner = 0  # another came first
+            owner = 0  # another process took this number first
         if not owner or batch.status in ENDED:
             return None
         held = HeldFolder(folder, batch, owner, lock)
@@ -119,7 +119,7 @@ def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | Non
 
 
 class Joined:
-    """Content of several files, of each its first bytes, as one that can be read."""
+    """Readable concatenation of the first bytes of several files."""
 
     def __init__(self, parts: list[tuple[Path, int]]) -> None:
         self._parts, self._left = iter(parts), 0
@@ -149,7 +149,7 @@ class Joined:
 
 
 def whole_lines(path: Path) -> int:
-    """Return the bytes of the answers in a file, up to the first line that is broken off."""
+    """Return the bytes of the answers in a file, up to the first truncated line."""
     return sum(size for _, size in _lines(path))
 
 
@@ -163,7 +163,7 @@ def ids_of(path: Path, size: int) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield id and bytes of each answer in a file, up to the first line that is broken off."""
+    """Yield id and bytes of each answer in a file, up to the first truncated line."""
     if not path.exists():
         return
     with path.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""In-process requests to the application, without a socket."""
+"""Sends a POST request to the router's own ASGI application in-process; batch rows are run this way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch in Redis that this process holds."""
+"""RedisHeld: a batch in Redis that this process holds; it writes answers and publishes them as a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class RedisParts:
-    """What files and batches in Redis share; ttl_s and limit: see RedisBatchStore."""
+    """Redis accessors that files and batches share; ttl_s and limit: see RedisBatchStore."""
 
     files: RedisFiles
     batches: RedisBatches
@@ -103,7 +103,7 @@ class RedisHeld:
         """Do nothing: the next holder needs no consent."""
 
     async def _publish(self, rows: dict[int, Answered], *, ok: bool) -> str:
-        """Copy answers into a file, unless another run did; they count no more as answers then."""
+        """Copy answers into a file, unless another run did; then they no longer count as answers."""
         where, counted = self._place.where, rows_id(self.batch.id, ok=ok)
         file_id, size, now = self.batch.file_id(ok=ok), sum(row.bytes for row in rows.values()), int(time.time())
         files = self._parts.files

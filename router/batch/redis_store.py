@@ -1,4 +1,4 @@
-"""Files and batches in the cluster's Redis: any router of the cluster has them."""
+"""RedisBatchStore: files and batches in the cluster's Redis, where any router of the cluster reads them."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def cluster_files(settings: RouterSettings, seal: Seal) -> RedisBatchStore | Non
 
 @contextlib.contextmanager
 def reachable() -> Iterator[None]:
-    """Say in errors of Redis what a client can't have now."""
+    """Add to errors of Redis that files and batches are unavailable."""
     try:
         yield
     except RegistryUnavailable as error:

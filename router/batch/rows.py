@@ -1,4 +1,4 @@
-"""Input and output rows of a batch."""
+"""Rows of a batch: reader and validation of the JSON-lines input, and the format of output rows."""
 
 from __future__ import annotations
 

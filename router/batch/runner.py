@@ -1,4 +1,4 @@
-"""Batch runner: executes a few rows at a time with the lowest priority."""
+"""Runner: executes one batch, a few rows at a time with the lowest priority, and publishes its outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRIORITY = 1_000_000
 SAVE_S = 0.5
 LONGEST_WAIT_S = 30.0
 LAST_WRITES_S = 2.0
-"""Time for writes that are under way when a batch stops, in seconds; a store that is away may take longer."""
+"""Longest wait for writes in progress when a batch stops, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Runner:
         await asyncio.shield(writing)
 
     async def _finish(self, ended: str) -> None:
-        """Publish the outputs as files, each under an id of the batch, so that a later run finds it."""
+        """Publish outputs and errors as files, with ids derived from the batch, so that a later run finds them."""
         batch = self._batch
         if ended == "completed":
             batch.move("finalizing")
@@ -238,7 +238,7 @@ class Runner:
         await self._end()
 
     async def _end(self) -> None:
-        """Save the ended batch and delete what it needs no more."""
+        """Save the ended batch and delete what it no longer needs."""
         await self._save()
         await self._held.clear()
 

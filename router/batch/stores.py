@@ -1,7 +1,7 @@
-"""Interface of the stores of clients' files and batches, `disk_store` and `redis_store`.
+"""Interfaces of the stores of clients' files and batches, which disk_store and redis_store implement.
 
-One router at a time holds a batch. Once another holds it, all writes of the earlier holder fail or count for nothing,
-even those of a process that hung meanwhile. So each row has one answer."""
+One router at a time holds a batch. Once another holds it, all writes of the earlier holder fail or have no effect,
+even those of a process that hung for a while. So each row has one answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LostBatch(Exception):
 
 
 class Place(NamedTuple):
-    """Where a batch is: the name of its tenant's part of the store, and the batch's id."""
+    """Address of a batch: the name of its tenant's part of the store, and the batch's id."""
 
     where: str
     batch_id: str
@@ -82,7 +82,7 @@ class TenantBatches(Protocol):
 class HeldBatch(Protocol):
     """A batch that this process holds: the only one that changes `batch` and answers its rows.
 
-    Calls raise LostBatch once another holds it, and OSError or DiskFailed for a disk. While Redis is away they wait."""
+    Calls raise LostBatch once another process holds it, and OSError or DiskFailed for a disk; they wait for Redis."""
 
     batch: Batch
 
@@ -99,16 +99,16 @@ class HeldBatch(Protocol):
         """Return the pieces of the input file; raise NotFound."""
 
     async def write(self, row: Row, line: bytes, *, ok: bool) -> None:
-        """Write the answer of a row; ok: into the output, or into the errors. Raises RequestTooLarge."""
+        """Write the answer of a row: to the output if `ok`, else to the errors. Raises RequestTooLarge."""
 
     async def publish(self, *, ok: bool) -> str | None:
-        """Make the output or the errors a file, once, and return its id; None if empty. Raises RequestTooLarge."""
+        """Store the output or the errors as a file, once; return its id, or None if empty. Raises RequestTooLarge."""
 
     async def clear(self) -> None:
         """Delete the written answers, after the batch has ended."""
 
     async def let_go(self) -> None:
-        """Hold the batch no longer. Never raises."""
+        """Stop holding the batch. Never raises."""
 
 
 class BatchStore(Protocol):

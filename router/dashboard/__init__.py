@@ -1,1 +1,1 @@
-"""Dashboard, and the cluster state behind it, which `kvferry top` also shows."""
+"""Dashboard of the router: cluster state as JSON, which `kvferry top` also shows, and as an HTML page."""

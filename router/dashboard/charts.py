@@ -1,4 +1,4 @@
-"""Chart geometry of the dashboard: bar parts and columns as numbers, which templates draw as SVG."""
+"""Geometry of the dashboard's charts: bars and stacked columns as numbers and SVG paths for the templates."""
 
 from __future__ import annotations
 

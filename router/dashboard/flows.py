@@ -1,4 +1,4 @@
-"""Transfer diagram: encode and prefill nodes at the left, decode nodes at the right."""
+"""Layout of the dashboard's transfer diagram: boxes of nodes (decode nodes at the right) and arrows between them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _line(each: Transfer, column: Mapping[str, int]) -> _Line:
 
 
 def _beside(lines: Sequence[_Line], column: Mapping[str, int], number: int) -> int:
-    """Return the margin for arrows between nodes of that column."""
+    """Return the margin for arrows between nodes of column `number`."""
     pairs = [(column[line.transfer.source], column[line.transfer.target]) for line in lines]
     return BESIDE if (number, number) in pairs else 0
 

@@ -1,4 +1,4 @@
-"""Sampled history of the router's counters."""
+"""History: samples the router's counters every five seconds for ten minutes, for the dashboard."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class History:
 
 
 def sums(metric: Counter, *labels: str) -> Sums[str]:
-    """Sum a metric by these labels over all others, zeros included."""
+    """Sum a metric by these labels over all other labels, zeros included."""
     found: Sums[str] = Sums()
     for family in metric.collect():
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""Merge of the dashboard states of several router processes on one port."""
+"""Merges the dashboard states of all router processes that share a port into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML rendering of the dashboard, with all text escaped."""
+"""Renders the dashboard page and its HTML fragment from a State, with all text escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP routes of the dashboard: page, JSON state and HTML view.
+"""HTTP routes of the dashboard: page, JSON state and HTML fragment.
 
 The page is open, like the chat page. Its data needs a key if keys are set. A tenant's key does not show the names of
 other tenants' requests."""

@@ -1,4 +1,4 @@
-"""Assembly of the dashboard's state from the router's own data."""
+"""SnapshotBuilder: builds the dashboard's State from the node table, metrics and request log."""
 
 from __future__ import annotations
 

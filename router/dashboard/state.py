@@ -1,4 +1,4 @@
-"""State of the cluster as the dashboard and `GET /dashboard/state` show it, seen from one router.
+"""Pydantic models of `GET /dashboard/state`: the cluster as one router sees it.
 
 Loads, pools and rates are the nodes' latest reports, which cover the work of all routers. Requests, streams, ships and
 events are this router's own. Times are in seconds; `ago_s` counts back from the snapshot."""
@@ -53,7 +53,7 @@ class Counts(BaseModel):
     predicted      prompt tokens predicted to be reused
     missed         predicted tokens that were not reused, by reason
     first_token_s  mean time to first token (TTFT) of the `first_tokens` requests
-    itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens behind first ones
+    itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens after first ones
     failed         requests answered with a status of 500 or above
     refused        requests answered with 429 or such a status, by status and error code
     retries          attempts after the first, by step of the retry policy

@@ -1,4 +1,4 @@
-"""Human-readable numbers and units."""
+"""Formats durations, counts, rates and percentages for the dashboard and `kvferry top`."""
 
 from __future__ import annotations
 

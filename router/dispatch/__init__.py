@@ -1,1 +1,1 @@
-"""Dispatch of a request from placement to its last token, with retries, hedging and migration."""
+"""Dispatch of a request to nodes, from placement to its last token, with retries, hedging and migration."""

@@ -1,4 +1,4 @@
-"""One attempt at a request on chosen nodes: reservations, node call and token subscription."""
+"""Attempt: one try to run a request on chosen nodes: reserves them, calls them and receives the tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Attempt:
     It posts its TokenDeltas and at most one Failure until then, and never raises for a fault of a node.
 
     prefill, decode  entries of the placement's nodes, alive and reachable since nothing was awaited after placement
-    expected         its prompt's blocks, visible to other placements until they are computed
+    expected         record of its prompt's blocks, which other placements see until they are computed
     breakers         receives failures and successes of nodes and pairs
     decoding         true once tokens came from the decode node
     """
@@ -80,7 +80,7 @@ class Attempt:
         self._task: asyncio.Task[None] | None = background_calls.send_now(self._begin())
 
     def close(self, *, cancel: bool) -> None:
-        """Release everything; `cancel` also tells the nodes to drop the unfinished request."""
+        """Release everything; `cancel` also makes the nodes drop the unfinished request."""
         if self._task is None:
             return
         task, self._task = self._task, None
@@ -107,7 +107,7 @@ class Attempt:
 
     @property
     def suspects(self) -> frozenset[NodeKey]:
-        """Return the nodes that may hang, or whose links may, and that the attempt waits for."""
+        """Return the nodes that the attempt waits for and that may hang, or whose links may."""
         prefill, decode = self._prefill_node, self.decode_node
         waits = decode, None if prefill and self._done_by(prefill.lease) else prefill
         ships = None not in waits and not self._prefilled
@@ -115,7 +115,7 @@ class Attempt:
 
     @property
     def ships(self) -> bool:
-        """Return whether the first token is out and the decode node has not begun."""
+        """Return whether the first token has arrived, and the decode node has not begun to stream."""
         return self._first_seen and not self.decoding and self.decode_node is not None
 
     def stall(self, *, blames: bool) -> None:

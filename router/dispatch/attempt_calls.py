@@ -1,4 +1,4 @@
-"""Calls of nodes that attempts make."""
+"""Protocol of the node calls that attempts make (prefill, generate, drop, move); see NodeClient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of a request's attempts, given the outcome of earlier ones."""
+"""AttemptPlanner: chooses the nodes of each attempt of a request, given how earlier attempts failed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class AttemptPlanner:
     """Chooses the nodes of each attempt of a request; the owner must call `end`.
 
     `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts.
-    `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. Media bind it from
-    the start. `keepers`: nodes with the prompt's blocks, after its first token. leave, wake: see RequestTargets."""
+    `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. A prompt
+    with media has it from the start. `keepers`: nodes with the prompt's blocks, after its first token. leave, wake: see
+    RequestTargets."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class AttemptPlanner:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
         A request that never ran is rejected at once if its first token would come too late, if no node can meet its
-        target, or if all are full and many requests already wait; one that goes on behind delivered tokens is not.
+        target, or if all are full and many requests already wait; one that continues after delivered tokens is not.
         Raises NoNodes, Overloaded and ContextLengthExceeded."""
         demand, target_s = self._demand(), self._target_s()
         left_s = min(left_s, target_s)
@@ -116,7 +117,7 @@ class AttemptPlanner:
         return with_encoding(placement, media, self._context.model) if placement and media else placement
 
     def elsewhere(self, choices: Sequence[Collection[NodeKey]], reuse: Held) -> Placement | None:
-        """Place a second attempt away from these nodes, the first choice that is possible; None if none has room."""
+        """Place a second attempt that avoids the first of these sets of nodes possible; None if no node has room."""
         demand = replace(self._demand(), pinned=None, recovers=False)
         for avoided in choices:
             with contextlib.suppress(NoNodes, Overloaded):
@@ -127,7 +128,7 @@ class AttemptPlanner:
     def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: Held) -> Placement | None:
         """Place a stream on another decode node than the draining one; None if no node can take it now.
 
-        Nodes of another fingerprint cannot read its blocks, as in a rollout that changes the fingerprint."""
+        Nodes of another fingerprint, as in a rollout that changes it, cannot read its blocks."""
         assert leaving.decode
         demand, source = self._demand(), node_key(leaving.decode)
         moves = replace(
@@ -191,7 +192,7 @@ class AttemptPlanner:
             self._context.deaths.clear(self._suspect)
 
     def _groups(self, *, again: bool = False) -> Sequence[FingerprintGroup]:
-        """Return the groups that may take the next attempt, which is no first one if `again`."""
+        """Return the groups that may take the next attempt; again: it is not the first one."""
         model, canary = self._context.model, self._context.canary
         if self.fingerprint:
             return model.of(self.fingerprint)

@@ -1,4 +1,4 @@
-"""Fire-and-forget calls to nodes, such as cancellations."""
+"""BackgroundCalls: keeps track of node calls that no task awaits, such as cancellations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BackgroundCalls:
         return task
 
     def send_now(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a call as `send` does, after its first step: what it sends leaves before other requests have a turn.
+        """Run the first step of a call now and the rest as `send` does, so that its data is sent at once.
 
         The call may use its task only after its first await."""
         return self.send(begun(call) or _nothing())

@@ -1,4 +1,4 @@
-"""Beam search algorithm over next-token log-probabilities, without nodes and text.
+"""BeamSearch: the beam-search algorithm over next-token log-probabilities, without node calls and text.
 
 Each step extends every live beam by its `2 * width` likeliest tokens. Beams that end are set aside; the `width` best of
 the others stay live. A beam's score is its cumulative log-probability divided by its length to the power of the length

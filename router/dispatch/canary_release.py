@@ -1,4 +1,4 @@
-"""Canary release: a share of new requests goes to the nodes of one engine or version."""
+"""CanaryRelease: sends a share of new requests to the nodes of one engine or version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CanaryRelease:
         return int.from_bytes(drawn[:8], "big") < self.weight * 2**64
 
     def groups(self, model: ModelNodes, spec: RequestSpec, *, again: bool) -> Sequence[FingerprintGroup]:
-        """Return the groups for a request: the canary or the others, or all if no node there can take it.
+        """Return the groups for a request: the canary or all other groups, or every group if no node there can take it.
 
         `again`: an attempt failed or is late, so that the canary has had its chance."""
         newest = max(model.groups, key=lambda group: group.first_epoch, default=None)

@@ -1,4 +1,4 @@
-"""Router's view of all nodes of all models: node table, node client, token streams and prefix lookup."""
+"""RouterCluster: the router's nodes of all models, with the table, client and token streams they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dependencies of a request's dispatch: nodes, clients, metrics and logs of one model."""
+"""DispatchContext: interface of the services that a model's cluster provides to its dispatches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DispatchContext(Protocol):
     retries       budget for retries of requests without a first token
     hedges        budget for hedged attempts
     request_log   recent requests and events for the dashboard
-    displacement  requests with targets, and those that give way to them
+    displacement  requests with targets, and patient ones that give way to them
     session_notes  notes about sessions for nodes
     canary        choice of the groups that a new request goes to; None: any
     """
@@ -81,12 +81,12 @@ class DispatchContext(Protocol):
         full blocks that will be computed, if known."""
 
     def doubt(self, late: Placement, *, ships: bool = False) -> None:
-        """Suspect the nodes of a placement whose attempt is late; ships: its first token is out, its blocks are not."""
+        """Suspect the nodes of a late attempt; ships: its first token has arrived, but its blocks have not."""
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
         """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure.
 
-        fingerprint: that they must have; empty: any."""
+        fingerprint: the one they must have; empty: any."""
 
     def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Return the node's account of the prompt's tokens if it adds up, else one without reuse."""

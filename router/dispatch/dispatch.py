@@ -1,6 +1,6 @@
-"""Dispatch of one request: places it, starts attempts, and retries elsewhere until its last token.
+"""RequestDispatch: runs one request: places it, starts attempts, and retries elsewhere until its last token.
 
-After a failure, a new attempt continues behind the tokens already delivered. Tokens of older attempts are ignored."""
+After a failure, a new attempt continues after the tokens already delivered. Tokens of older attempts are ignored."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class RequestDispatch:
     async def _hedge(self, *, late: bool) -> None:
         """Start a second attempt on other nodes if the first is late, waits for room, or its node may hang.
 
-        The first token decides between them. Each has a request id of its own and is cancelled without the other."""
+        The first token decides between them. Each has its own request id, so that it can be cancelled alone."""
 
         def is_due() -> bool:
             is_late = self._timers is not None and self._timers.late and not self._inbox
@@ -194,7 +194,7 @@ class RequestDispatch:
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
 
     def _give_way(self) -> None:
-        """Leave the nodes to a request with targets; this one goes on later, behind its delivered tokens."""
+        """Free the nodes for a request with targets; this one continues later, after its delivered tokens."""
         self._migration.end()
         self._retried("displaced", self._hedged.clear(), "a request with targets takes its place")
         self._planner.goes_to(self._hedged.nodes)
@@ -226,7 +226,7 @@ class RequestDispatch:
         self._context.request_log.first(self._record, self.route)
 
     def _take_account(self, delta: TokenDelta) -> None:
-        """Take the account of an attempt after the first token: of one that continues the output, or a late one."""
+        """Take a report of token sources that comes after the first token: a late one, or that of a later attempt."""
         attempt = self._hedged.runners.get(delta.attempt)
         if attempt and self.route and self._record and (reuse := self._prediction.later(delta, attempt, self.route)):
             self.route = replace(self.route, reuse=reuse, late=False)

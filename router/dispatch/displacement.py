@@ -1,7 +1,7 @@
-"""Displacement: patient requests give way to requests that would otherwise miss their tenant's targets.
+"""Displacement: takes patient requests (batch, flex) off nodes for requests that would miss latency targets.
 
 Batch rows, background responses and the tier `flex` are patient. While requests with targets are in flight, patient
-ones start only where they delay none of those: one after the other, in the order in which they came or gave way."""
+ones start only where they delay none of those, one at a time in the order in which they came or gave way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.router.nodes.capacity_summary import CapacitySummary
 from kvferry.router.nodes.model_nodes import FingerprintGroup, holds
 
 MOST_DISPLACED = 64
-"""Most patient requests that give way to one request."""
+"""Maximum number of patient requests that give way to one request."""
 
 
 class PatientRequest(Protocol):
@@ -26,16 +26,16 @@ class PatientRequest(Protocol):
         """Return the prompt tokens that its node computes first; 0 once it has a token of this attempt."""
 
     def give_way(self) -> None:
-        """Leave the nodes; the request goes on later, behind its delivered tokens."""
+        """Leave the nodes; the request continues later, after its delivered tokens."""
 
     def retry(self) -> None:
-        """Try again to find nodes: no other request waits before this one."""
+        """Try again to find nodes, since no other request waits before this one."""
 
 
 class Displacement:
-    """Requests of one model that have targets, and patient ones, as far as this router placed them.
+    """Requests of one model that have targets, and patient ones, among those that this router placed.
 
-    room: of the model's nodes."""
+    room: capacity of the model's nodes."""
 
     def __init__(self, room: CapacitySummary) -> None:
         self._room = room
@@ -45,11 +45,11 @@ class Displacement:
         self._waiting: dict[PatientRequest, None] = {}
 
     def has_target(self, request: object, itl_s: float) -> None:
-        """Note a request with targets, until `end`. itl_s: its target of the time between tokens, maybe infinite."""
+        """Record a request with targets, until `end`. itl_s: its target of the time between tokens, maybe infinite."""
         self._targets[request] = itl_s
 
     def runs(self, request: PatientRequest, nodes: Collection[NodeKey]) -> None:
-        """Note the nodes on which a patient request runs now, until `end`."""
+        """Record the nodes on which a patient request runs now, until `end`."""
         for key in self._nodes.pop(request, ()):
             others = self._patient[key]
             del others[request]
@@ -80,11 +80,11 @@ class Displacement:
         self._waiting[request] = None
 
     def waits(self, request: PatientRequest) -> bool:
-        """Return whether it waits because of requests with targets."""
+        """Return whether the request waits because of requests with targets."""
         return request in self._waiting
 
     def go_on(self, request: PatientRequest) -> None:
-        """Let the next request try, since this one waits no more."""
+        """Let the next request try, since this one no longer waits."""
         if self._waiting and request in self._waiting:
             first = self.may_try(request)
             del self._waiting[request]
@@ -92,7 +92,7 @@ class Displacement:
                 next(iter(self._waiting)).retry()
 
     def displace_streams(self, demand: Demand, groups: Sequence[FingerprintGroup]) -> bool:
-        """Let streams give way on the decode node where the fewest must, so that it takes this demand.
+        """Make streams give way on the decode node where the fewest must, so that it takes this demand.
 
         Returns False, and displaces nothing, if that would help on no node."""
         found: list[tuple[float, NodeKey]] = []
@@ -112,7 +112,7 @@ class Displacement:
         return True
 
     def displace_prompts(self, placement: Placement, late_s: float) -> bool:
-        """Let prompts give way, the newest first, on the node that would be `late_s` late with the first token.
+        """Make prompts give way, the newest first, on the node that would be `late_s` late with the first token.
 
         Returns False, and displaces nothing, if that would not help."""
         lease = placement.prefill or placement.decode

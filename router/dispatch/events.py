@@ -1,4 +1,4 @@
-"""Events from an attempt to its dispatch."""
+"""Events that an attempt posts to its dispatch: tokens, failure, draining node, suspected node."""
 
 from __future__ import annotations
 

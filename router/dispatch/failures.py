@@ -1,4 +1,4 @@
-"""Failures of attempts and the nodes at fault."""
+"""Failure of an attempt, and which nodes are at fault for an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Work = Literal["prefill", "decode"]
 class Failure:
     """End of an attempt that did not finish.
 
-    `culprits` holds the node at fault as far as the router can tell, or the prefill and decode node that do not reach
+    `culprits` holds the node at fault as far as the router knows, or the prefill and decode node that do not reach
     each other. `works` are the phases that the first culprit had to compute."""
 
     attempt: int
@@ -70,7 +70,7 @@ def error_of(failure: AttemptFailed) -> KvferryError:
 def known(error: Exception, node: NodeLease) -> KvferryError:
     """Return a KvferryError as it is; log any other exception and return an internal error in its place.
 
-    A request that waits for an answer must get one even after a bug of the router."""
+    A request that waits for an answer must get one even after a bug in the router."""
     if isinstance(error, KvferryError):
         return error
     log.error("the call to %s failed", node.node_id, exc_info=error)

@@ -1,10 +1,10 @@
-"""Hedged attempts of a request: a second one starts while the first is late, or its node may hang.
+"""Hedged attempts: starts a second attempt when the first is late, waits for room, or its node may hang.
 
-A request that waits for room on a crowded decode node leaves it for one that has room. Nothing is computed before the
-grant, so that costs no budget, and the first attempt is cancelled before the second one asks for blocks.
+A request that waits for room on a crowded decode node moves to one that has room. Nothing is computed before the grant,
+so that costs no budget, and the first attempt is cancelled before the second one asks for blocks.
 
-A token decides between them, but not the prefill node's of an attempt whose decode node may hang: both go on then,
-since each would send the same tokens."""
+The first token decides between two attempts, unless it comes from the prefill node of an attempt whose decode node may
+hang: then both continue, since each would send the same tokens."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ LATE, LATE_S = 3.0, 1.0
 GRANT_S = 2.0
 """Seconds for which a request waits for room on a crowded decode node before it looks for another one with room."""
 MAX_LEFT = 2
-"""Crowded decode nodes that one request leaves, so that it does not wander and lose its place in every queue."""
+"""Maximum number of crowded decode nodes that one request leaves, since it loses its place in each queue."""
 
 
 def late_s(placement: Placement) -> float:
     """Return the seconds after which an attempt on this placement is late with its first token.
 
-    After it the decode node has as long for its own first one, and the time of its steps."""
+    For the decode node's first token after it see `ship_late_s`."""
     return max(LATE_S, LATE * placement.first_token_s)
 
 
 def ship_late_s(placement: Placement) -> float:
-    """Return the seconds after which the decode node's first token is late, behind the prefill node's."""
+    """Return the seconds, from the prefill node's token on, after which the decode node's first token is late."""
     step_s = placement.decode.rates.step_s if placement.decode else 0.0
     return max(LATE_S, LATE * (placement.first_token_s + step_s))
 
@@ -83,16 +83,16 @@ class HedgedAttempts:
         self.runners.pop(number).close(cancel=True)
 
     def clear(self) -> list[NodeLease | None]:
-        """Cancel all attempts of a request that goes on; return their nodes."""
+        """Cancel all attempts of a request that will continue elsewhere; return their nodes."""
         places = [runner.placement for runner in self.runners.values()]
         for number in list(self.runners):
             self.leave(number)
         return [node for place in places for node in (place.prefill, place.decode)]
 
     def stall(self, stalled_s: float) -> None:
-        """Fail all attempts for missing progress in so many seconds.
+        """Fail all attempts, since none has made progress for `stalled_s` seconds.
 
-        Their nodes are to blame only if that is late: little time passes where the request is nearly out of it."""
+        Their nodes are at fault only if that is late by `late_s`: near its deadline a request stalls sooner."""
         for runner in self.runners.values():
             runner.stall(blames=stalled_s >= late_s(runner.placement))
 
@@ -104,7 +104,7 @@ class HedgedAttempts:
 
 @dataclass(frozen=True, slots=True)
 class Hedge:
-    """A second attempt to start: its nodes, its kind as a label, and why, with the nodes that gave the reason."""
+    """A second attempt to start: its nodes, its kind as a label, and why, with the nodes that are the reason."""
 
     placement: Placement
     kind: str
@@ -115,7 +115,7 @@ class Hedge:
 class HedgePolicy:
     """Decides whether a request gets a second attempt beside its first one, and on which nodes.
 
-    A late request needs budget. One whose node may hang does not: it would leave that node soon in any case."""
+    A late request needs budget. One whose node may hang does not, since it would soon move elsewhere in any case."""
 
     def __init__(self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext) -> None:
         self._hedged, self._planner, self._context = hedged, planner, context
@@ -126,7 +126,7 @@ class HedgePolicy:
         """Number of the attempt beside which a suspicion started another."""
 
     async def plan(self, is_due: Callable[[], bool], *, late: bool) -> Hedge | None:
-        """Return the second attempt to start at once, without an await; None if there is to be none.
+        """Return the second attempt, which the caller must start without an await; None if there is to be none.
 
         is_due: whether the reason still holds. late: the reason is a late token; otherwise a suspected node."""
         first = self._hedged.leader
@@ -157,7 +157,7 @@ class HedgePolicy:
 
     @property
     def waits_for_room(self) -> bool:
-        """Return whether the only attempt has no token yet, and others wait for blocks on its decode node, too."""
+        """Return whether the only attempt has no token yet, and its decode node is crowded with waiting requests."""
         first = self._hedged.leader
         if first is None or len(self._hedged.runners) > 1 or first.ships or first.decoding:
             return False
@@ -194,9 +194,9 @@ class HedgePolicy:
         return view is not None and crowded(view)
 
     def decide(self, delta: TokenDelta, delivered: int) -> None:
-        """Drop all attempts but that of `delta`, unless its next token is as doubtful as before, or an earlier one is.
+        """Drop all attempts but that of `delta`, unless tokens before it are missing or its decode node may still hang.
 
-        The decode node may be ahead of a prefill node that hangs before it told the router its first token."""
+        A decode node may be ahead of a prefill node that hangs before it has sent the router its first token."""
         attempt = self._hedged.runners[delta.attempt]
         if delta.index > delivered or (attempt.ships and attempt.suspects):
             return
@@ -208,5 +208,5 @@ class HedgePolicy:
 
 
 def _has_room(node: NodeView, tokens: int) -> bool:
-    """Return whether a decode node has free blocks for so many tokens now; true for every other node."""
+    """Return whether a decode node has free blocks for `tokens` now; true for every other node."""
     return node.role != "decode" or not (crowded(node) or blocks_for(tokens, node.lease.block_size) > node.ready_blocks)

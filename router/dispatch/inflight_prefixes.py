@@ -1,4 +1,4 @@
-"""Prefixes in flight: prompts sent to nodes that have not computed them yet.
+"""InflightPrefixes: prompts sent to nodes but not computed yet, so that requests with the same prefix can follow.
 
 The index lists only computed blocks. Without this table, requests that share a prefix and arrive faster than it is
 computed would each choose the shortest queue and compute it again. An engine checks its cache when a prompt's turn

@@ -1,4 +1,4 @@
-"""Interface between the API, which handles text, and the cluster, which handles tokens."""
+"""Interface of a model's cluster for the API: RequestSpec in, Dispatch of token Outputs out; adapters and media too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvferry.router.request_context import RequestContext
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Running request that others may fork from: its wire id, the node with its blocks, the fingerprint forks share."""
+    """Running request from which others may fork: wire id, node with its blocks, and fingerprint that forks need."""
 
     request_id: str
     node: NodeKey | None
@@ -35,7 +35,7 @@ class Fork:
 class Delivered:
     """Output tokens that an earlier dispatch of a request delivered, maybe in another router, and its route.
 
-    The rest must share its nodes' `fingerprint`: other kernels would give other tokens."""
+    The other tokens must come from nodes of the same `fingerprint`: other kernels would give other tokens."""
 
     token_ids: tuple[int, ...]
     route: Route | None = None
@@ -52,7 +52,7 @@ class RequestSpec:
     `adapter`    id of the LoRA adapter, empty for the base model
     `newcomer`   served ahead of other tenants' requests (see Job)
     `media`      images, audio and video of the prompt; None: text alone
-    `delivered`  what is known already: the output goes on behind it; None: nothing. session, retention: see Job"""
+    `delivered`  tokens after which the output continues; None: it begins. session, retention: see Job"""
 
     call: RequestContext
     request_id: str
@@ -99,7 +99,7 @@ class Route:
 
     `prefill` and `decode` are node ids. `prefill` is None if the decode node computed the prompt; `decode` is None if
     the request finished on the prefill node. `reuse` counts the tokens that were reused, computed, and fetched from a
-    third node. `late`: the node tells that only with the last token; until then all count as computed."""
+    third node. `late`: the node reports that only with the last token; until then all count as computed."""
 
     prefill: str | None
     decode: str | None
@@ -139,7 +139,7 @@ class Dispatch(Protocol):
         the listener raises. After Enough it ends as after `cancel(enough=True)`."""
 
     def calls_tools(self, names: Collection[str]) -> None:
-        """Tell the nodes at the output's end which tools it calls, so that its session is likely to go on."""
+        """Send the nodes, at the output's end, the tools that it calls: its session is then likely to continue."""
 
     async def cancel(self, *, enough: bool = False) -> None:
         """Cancel the request on all nodes.
@@ -170,7 +170,7 @@ class Adapters(Protocol):
 
 
 class MediaServices(Protocol):
-    """What a model's nodes do with media besides generating."""
+    """Services of a model's nodes for media, besides generating."""
 
     def check(self, abilities: Collection[str], adapter: str = "") -> None:
         """Raise InvalidRequest if no node has these abilities, and NoNodes if none is known at present.
@@ -198,7 +198,7 @@ class Cluster(Protocol):
 
     @property
     def media(self) -> MediaServices:
-        """Return what the nodes do with media."""
+        """Return the nodes' services for media."""
 
     @property
     def adapters(self) -> Adapters:
@@ -219,10 +219,10 @@ class Cluster(Protocol):
     def trouble(self) -> str:
         """Return why this router may not replace its predecessor yet; empty once it may, and from then on.
 
-        Reasons: the registry lists no nodes yet, or nodes of another wire version while none of this can decode."""
+        Reasons: the registry lists no nodes yet, or only nodes of another wire version can decode."""
 
     def close_session(self, session: str) -> None:
-        """Tell all nodes that a session is over, by its name on the wire."""
+        """Notify all nodes that a session is over, by its name on the wire."""
 
     def start(self, spec: RequestSpec) -> Dispatch:
         """Begin a request; raise Overloaded at once when the nodes are full."""

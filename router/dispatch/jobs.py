@@ -1,4 +1,4 @@
-"""Translation of a request into node messages: jobs with block hashes, and outputs from token deltas."""
+"""Translates a request into the Job message for nodes, with block hashes, and token deltas into outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Images and audio of an attempt are encoded on an encode node before the attempt is sent to the node that needs them.
+"""MediaEncoding: has an encode node encode an attempt's images and audio before the attempt is sent.
 
-An encode node that is lost, suspected, late or full costs its time: another one is asked, then the node that computes
-the prompt encodes them itself. A request fails for none of this."""
+If an encode node is lost, suspected, late or full, another one is asked; at last the node that computes the prompt
+encodes the media itself. So no request fails because of encode nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvferry.router.nodes.watched_call import watched
 log = logging.getLogger(__name__)
 
 TRIES = 2
-"""Encode nodes asked for one attempt, one after the other."""
+"""Maximum number of encode nodes asked for one attempt, one after the other."""
 LEAST_S, SLOWNESS = 2.0, 4.0
 """Time limit of a call: LEAST_S, and SLOWNESS times the expected seconds."""
 
@@ -39,7 +39,7 @@ LEAST_S, SLOWNESS = 2.0, 4.0
 class MediaEncoding:
     """Calls of one model's nodes for attempts, with the media encoded first. Implements `AttemptCalls`.
 
-    plain: those for attempts without media."""
+    plain: the calls for attempts without media."""
 
     def __init__(self, model: ModelNodes, shared: Shared) -> None:
         self._model, self._nodes, self._metrics = model, shared.nodes, shared.metrics.encodes
@@ -116,7 +116,7 @@ class MediaEncoding:
         self, able: Sequence[NodeEntry], node: NodeLease, items: Sequence[MediaItem], root: bytes
     ) -> tuple[list[Encoder], Encoder]:
         """Return the encode nodes and the prompt's own node as placement sees them."""
-        able = sorted(able, key=lambda entry: crc32(f"{entry.key[0]} {items[0].hash}".encode()))  # its home first
+        able = sorted(able, key=lambda entry: crc32(f"{entry.key[0]} {items[0].hash}".encode()))  # home node first
         names = {entry.lease.node_id: entry.key[1] for entry in able} | {node.node_id: node.epoch}
         size = sum(item.length for item in items) * node.media_row_bytes
         missing = await self._missing(items, root, node, names)
@@ -144,7 +144,7 @@ class MediaEncoding:
         return {name: sum(length for length, holders in lengths if name not in holders) for name in names}
 
     def _able(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
-        """Return the encode nodes that can be asked now. fingerprint: that they must have; empty: any."""
+        """Return the encode nodes that can be asked now. fingerprint: the one they must have; empty: any."""
         shut = self._nodes.breakers.shut().nodes if self._nodes.breakers.any else ()
         return [
             entry

@@ -1,4 +1,4 @@
-"""Migration of a stream away from a draining node: places a successor attempt that takes over its blocks."""
+"""Migration: moves a stream off a draining node, by a successor attempt that takes over its blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Migration:
         """Start a successor for attempt `number`, whose node drains; return whether one was started.
 
         Without a successor, or after one failed, it tries again for as long as the attempt runs on the draining node.
-        The first token must be out: after the handover nobody listens to the prefill node, which sends it.
+        The first token must have been delivered: after the handover nobody listens to the prefill node, which sends it.
         """
         reuse = await self._planner.reuse()
         if self.concerns(number):  # The successor's node drains too: ask again once the stream is there.

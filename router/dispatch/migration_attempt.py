@@ -1,4 +1,4 @@
-"""Attempt on the node that takes over a stream with its blocks from a draining node."""
+"""MigrationAttempt: successor of an attempt on a draining node; holds its tokens back until the stream has moved."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MigrationAttempt(Attempt):
             if self._kept is not None or not self.decoding:
                 self._fail(TransferFailed(f"the outcome of the migration is unknown: {error}"), source)
         except Exception as error:
-            # The node itself reports that the move failed, even if the stream is gone from it.
+            # The node itself reports that the move failed, even if it no longer has the stream.
             if isinstance(error, BlocksCorrupt):
                 self._breakers.corrupt(node_key(source), node_key(target))
             culprit = target if self._kept is not None else source

@@ -1,4 +1,4 @@
-"""Nodes of one model as the router sees them: places and launches attempts."""
+"""ModelCluster: the nodes of one model as the API sees them; places and launches attempts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ModelCluster:
         return RequestDispatch(spec, self)
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
-        """Return the ready and reachable nodes with the adapter; `besides` even if its breaker is open."""
+        """Return the ready and reachable nodes with the adapter; `besides` counts despite an open breaker."""
         shut = self._shut().nodes
         return {
             entry.key
@@ -109,7 +109,7 @@ class ModelCluster:
         }
 
     async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
-        """Return the leading blocks held, by node id or other index name, in flight ones included; see `Prefixes`."""
+        """Return the leading blocks held, in-flight ones included, by node id or other index name; see `Prefixes`."""
         if len(hashes) == 1:  # the usual case, without a task
             ((fingerprint, own),) = hashes.items()
             return {fingerprint: await self._held_in(fingerprint, own, held)}

@@ -1,4 +1,4 @@
-"""Calls of one model's nodes about media: for prompts of chats, made for a whole fingerprint, and transcriptions."""
+"""ModelMedia: asks a model's nodes to render chats with media into prompts, and to transcribe audio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvferry.router.nodes.watched_call import watched
 log = logging.getLogger(__name__)
 
 HEARD_S, LOOK_S = 10.0, 0.1
-"""Longest wait for the only node to be heard again, and time between two looks, in seconds."""
+"""Longest wait for the only node to be heard again, and time between two checks, in seconds."""
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class ModelMedia:
         return frozenset(each for lease in self._model.leases() if holds(lease, adapter) for each in lease.modalities)
 
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
-        """Return a chat's prompt from the least busy node that takes its media, or from one other if that fails."""
+        """Return a chat's prompt from the least busy node that takes its media, or from a second one if that fails."""
 
         async def asked(node: NodeLease, is_last: bool, left_s: float) -> RenderedMedia:
             found: list[Any] = []
@@ -66,7 +66,7 @@ class ModelMedia:
         return await self._first(modalities, request.adapter, asked, request.deadline_s)
 
     async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
-        """Deliver what the least busy node that transcribes answers; another one is asked if it fails before that."""
+        """Deliver the answer of the least busy node that transcribes, or of a second one if that fails before it."""
         begun = False
 
         def answer(message: Any) -> None:
@@ -92,10 +92,10 @@ class ModelMedia:
     ) -> T:
         """Return the answer of a node, or of one other if that fails. Raises NoNodes, or the last node's error.
 
-        ask: calls a node, and is told whether it is the last one, and the seconds that are left.
+        ask: calls a node, given whether it is the last one to try, and the seconds that are left.
 
-        Two nodes at most: media that end engines must not end all of them. The only node is asked again once its
-        process, which was silent, is heard again. No node is blamed for what lasts until the request's deadline."""
+        At most two nodes are asked, since media that crash engines must not crash all of them. The only node is asked
+        again once its silent process is heard again. No node is blamed for a call that lasts until the deadline."""
         nodes = [entry.lease for entry in self._able(adapter, abilities)]
         if not nodes:
             raise no_nodes(self._model.name.first)
@@ -122,7 +122,7 @@ class ModelMedia:
         return False
 
     def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
-        """Return the nodes that can be asked now: not suspected ones, encode nodes, those with the least work first.
+        """Return the nodes that can be asked now: unsuspected ones first, then encode nodes, then by least work.
 
         An encode node is asked only for prompts that another node can compute."""
         breakers = self._nodes.breakers
@@ -149,7 +149,7 @@ class ModelMedia:
 
 
 def _prompt(messages: Sequence[Any], node: NodeLease) -> tuple[tuple[int, ...], PromptMedia]:
-    """Return tokens and media of a node's answer. Raises StepFailed if it is none."""
+    """Return tokens and media of a node's answer. Raises StepFailed if it is not a valid prompt."""
     try:
         prompt, *datas = messages
         found = RenderedPrompt(prompt.token_ids, joined(prompt.media, datas), prompt.rope_offset)

@@ -1,4 +1,4 @@
-"""Bookkeeping of requests that wait because no node can take them."""
+"""PendingRequests: bounded count of requests of a model that wait because no node can take them."""
 
 from __future__ import annotations
 

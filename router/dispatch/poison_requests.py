@@ -1,4 +1,4 @@
-"""Poison-request detection: requests that were on a node when its process died are suspects.
+"""PoisonRequests: detects requests that crash nodes, as suspects that ran on several nodes when these died.
 
 A suspect is cleared when it has produced some tokens beyond the position of the death. Suspects avoid each other while
 that costs little; a suspect of two deaths avoids all others. The second death at the same phase, or the third at any,
@@ -65,7 +65,7 @@ class PoisonRequests:
         self._died: dict[NodeKey, tuple[float, frozenset[Suspect]]] = {}
 
     def move(self, suspect: Suspect, nodes: Iterable[NodeKey]) -> None:
-        """Record that the suspect runs on these nodes and no others."""
+        """Record that the suspect runs on exactly these nodes."""
         for node in suspect.nodes:
             self._there[node].discard(suspect)
             if not self._there[node]:

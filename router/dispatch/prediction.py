@@ -1,4 +1,4 @@
-"""Predicted versus actual prefix reuse of a request, with the reasons for misses."""
+"""ReuseAccount: compares predicted and actual prefix reuse of a request, with the reasons for misses."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ REASONS: tuple[tuple[type[KvferryError], str], ...] = (
 class ReuseAccount:
     """Predicted and actual reuse of a request.
 
-    An attempt's account comes with its first token, or with the last one from an engine that tells it only then."""
+    An attempt's report comes with its first token, or with its last one from engines that report only then."""
 
     def __init__(self, context: DispatchContext) -> None:
         self._context, self._prediction, self._waited_s = context, Prediction(), 0.0
         self.began, self.ended = self._prediction.began, self._prediction.ended
 
     def first(self, delta: TokenDelta, attempt: Attempt, node: NodeLease) -> tuple[Reuse, bool]:
-        """Return the account at the request's first token, and whether the node's own comes later."""
+        """Return the reuse at the request's first token, and whether the node reports it only later."""
         late = delta.reuse is None and bool(node.engine)
         reuse, self._waited_s = self._context.account(delta.reuse, attempt.job, node), attempt.age_s
         if not late:
@@ -43,7 +43,7 @@ class ReuseAccount:
         return reuse, late
 
     def later(self, delta: TokenDelta, attempt: Attempt, route: Route) -> Reuse | None:
-        """Take an account that comes after the request's first token; return it if it replaces the route's."""
+        """Take a report that comes after the request's first token; return it if it replaces the route's."""
         told, recovers = delta.reuse, len(attempt.job.token_ids) > attempt.job.prompt_len
         if recovers and told is not None:
             self._context.metrics.recovered["cached"].inc(told.cached_len)
@@ -69,7 +69,7 @@ class Prediction:
         self._attempts: dict[int, tuple[int, str]] = {}
 
     def began(self, number: int, placement: Placement) -> None:
-        """Record an attempt; if it ends without an error it counts as outrun by a hedge."""
+        """Record an attempt; unless `ended` records an error, a hedge has outrun it."""
         if not self._attempts:
             self.tokens = placement.cached_len
         self._attempts[number] = (placement.cached_len, "outrun")
@@ -83,8 +83,8 @@ class Prediction:
     def missed(self, number: int, reuse: Reuse) -> Mapping[str, int]:
         """Return the tokens that were predicted and not reused, by reason, after attempt `number` delivered.
 
-        For tokens predicted on the delivering node, the reason is the node's own. For the others, it is the error of
-        the last attempt that was predicted to reuse them."""
+        For tokens predicted on the delivering node, the reason is the node's own. For all other tokens, it is the error
+        of the last attempt that was predicted to reuse them."""
         if not self.tokens:
             return {}
         missed: Counter[str] = Counter()

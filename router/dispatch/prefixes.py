@@ -1,4 +1,4 @@
-"""Prefix lookup: nodes that hold a prompt's prefix, from the block index or from recent requests."""
+"""Prefixes: finds the nodes that hold a prompt's prefix, in the block index or in this router's memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Index rows may be lost until the nodes have written them again."""
 
 
 class BlockLookup(Protocol):
-    """Block index, as far as the router needs it."""
+    """Part of the block index's interface that the router uses."""
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """Return the leading blocks held, by node id, for nodes given with their live epoch."""
@@ -104,7 +104,7 @@ class Prefixes:
     ) -> dict[str, int]:
         """Return the leading blocks that can be reused, by node id, for nodes given with their epoch.
 
-        Skips the index if not `up`. states: of models with recurrent layers, whose prefixes are reused up to a
+        Skips the index if not `up`. states: of a model with recurrent layers, whose prefixes are reused only up to a
         checkpoint; it costs one more lookup."""
         found = await self._asked(hashes, nodes, states) if up else None
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Images, audio and video of a prompt, as a node has prepared them."""
+"""PromptMedia: images, audio and video of a prompt as a node has prepared them, and the time to encode them."""
 
 from __future__ import annotations
 

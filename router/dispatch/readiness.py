@@ -1,14 +1,14 @@
-"""Readiness of a starting router: true once it knows enough nodes to replace its predecessor."""
+"""Readiness: says why a starting router may not replace its predecessor yet, until it knows usable nodes."""
 
 from __future__ import annotations
 
 from kvferry.router.nodes.node_table import NodeTable
 
-OTHERS = "no node can decode but those that this router cannot use: of another wire version or cluster secret"
+OTHERS = "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
 
 
 class Readiness:
-    """Implementation of `Cluster.trouble`: the reason why the router is not ready, or an empty string.
+    """Implements `Cluster.trouble`: the reason why the router is not ready, or an empty string.
 
     Nodes of another wire version do not announce their model. One ready decode node of any model shows that nodes
     that this router can use have started."""

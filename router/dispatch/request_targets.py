@@ -1,4 +1,4 @@
-"""Targets as they concern one request: its own, or those of others that a patient request must not endanger."""
+"""RequestTargets: places one request that has latency targets, or a patient one that gives way to such requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestTargets:
     """Targets of one request, or a patient request that gives way to others. Implements `displacement.PatientRequest`.
 
     delivered  the growing list of its output tokens
-    leave      ends all its attempts, and tells `goes_to`
+    leave      ends all its attempts and calls `goes_to`
     wake       lets its dispatch start an attempt if none runs"""
 
     def __init__(
@@ -52,7 +52,7 @@ class RequestTargets:
     def place(
         self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float
     ) -> Placement | None:
-        """Place an attempt; let patient requests give way if it would miss its targets otherwise.
+        """Place an attempt; make patient requests give way if it would otherwise miss its targets.
 
         Returns None if the request is patient and has to wait. target_s: time that is left until its first token.
         Raises what `DispatchContext.place` raises."""
@@ -81,10 +81,10 @@ class RequestTargets:
     def end(self) -> None:
         """Forget the request at the end of its dispatch."""
         self._displacement.end(self)
-        self._leave = _nothing  # its dispatch; a request leaves no cycles to the garbage collector
+        self._leave = _nothing  # drops the dispatch, so that no reference cycle is left to the garbage collector
 
     def _bound(self, demand: Demand) -> Demand:
-        """Return the demand with the targets of others, if the request is patient and others have targets now."""
+        """Return the demand; of a patient request, with the shortest target of requests that have targets now."""
         shortest_s = self._displacement.itl_s() if self._call.is_patient else None
         return demand if shortest_s is None else replace(demand, recovers=False, patient=True, itl_s=shortest_s)
 

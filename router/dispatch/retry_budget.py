@@ -1,4 +1,4 @@
-"""Retry budget: bounds retries and hedges to a share of all requests."""
+"""RetryBudget: token bucket that bounds retries and hedges to a share of all requests."""
 
 from __future__ import annotations
 

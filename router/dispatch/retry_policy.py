@@ -1,4 +1,4 @@
-"""Retry policy after a failed attempt: the nodes to avoid and the kind of the next attempt.
+"""RetryPolicy: after a failed attempt, decides which nodes to avoid and what kind of attempt comes next.
 
 The steps are: same prefill again (once, before any byte), another prefill or pair, local prefill on decode, another
 decode (rule 8 of docs/design/rules.md)."""

@@ -1,4 +1,4 @@
-"""State that the clusters of all models of a router share."""
+"""Shared: services of a router (node table, client, budgets, logs) that the clusters of all its models share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event queue of a request's dispatch with its timers: deadline, missing progress, late first token."""
+"""Event queue and timers of one dispatch (deadline, stall, late token), and the backoff while no node has room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARE = 0.5
 AGAIN_S = 0.5
 """Pause before another LATE of a request that waits for room on a crowded node, in seconds."""
 LEAST_STALL_S = 0.25
-"""Shortest time without progress before a STALL, in seconds, so that each attempt can get somewhere."""
+"""Shortest time without progress before a STALL, in seconds, so that each attempt can make progress."""
 
 
 class EventQueue(Generic[T]):
@@ -88,7 +88,7 @@ class Timers:
         """Seconds without progress at the last STALL."""
 
     def pause(self, seconds: float, post: Callable[[None], None]) -> None:
-        """Call `post` after a pause in which no attempt runs; the deadline counts in it, too."""
+        """Call `post` after a pause in which no attempt runs; the deadline still applies during it."""
         if self._timer is None:
             self._look()
         self._loop.call_later(seconds, post, None)
@@ -112,7 +112,7 @@ class Timers:
             self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._look)
 
     def progressed(self) -> None:
-        """Note that a token arrived."""
+        """Record that a token arrived."""
         self._progress, self._late_at, self.late = self._loop.time(), inf, False
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Ordering of output tokens: each once and in order, from deltas of several nodes."""
+"""OrderedTokens: puts the token deltas of several attempts in order, each token once."""
 
 from __future__ import annotations
 

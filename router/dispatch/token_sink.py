@@ -1,4 +1,4 @@
-"""Fast path of tokens from attempts to the client's stream, without waking a task for each token."""
+"""TokenSink: passes tokens from attempts straight to the client's stream, without waking a task for each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Journals of requests, from which this router or another one goes on after a break."""
+"""Journals of requests: their outputs so far, from which this router or another one continues after a break."""

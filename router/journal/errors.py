@@ -1,4 +1,4 @@
-"""Errors of requests that are to be resumed."""
+"""Errors of requests that cannot be resumed: an idempotency key used for another request, or a changed prompt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class KeyReused(InvalidRequest):
 
 
 class NotResumable(InvalidRequest):
-    """The request would not continue with the same tokens: its prompt is another one now."""
+    """The request would not continue with the same tokens, since its prompt has changed."""
 
     status, code = 409, "not_resumable"

@@ -1,7 +1,7 @@
-"""Ids of a stream's events, and the place behind which a resumed stream begins.
+"""EventIds: writes ids into a stream's events, and skips those that a resuming client already has.
 
 An id names the journal and how many tokens of each choice went into the stream, so that it does not depend on how they
-were grouped: `<name>:<count>[,<count>…]`. `-<k>` behind a count: k more events follow at this count. `+<k>` at the end:
+were grouped: `<name>:<count>[,<count>…]`. `-<k>` after a count: k more events follow at this count. `+<k>` at the end:
 k of the stream's last events were sent."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _END = b"\n\n"
 
 @dataclass(frozen=True, slots=True)
 class StreamPlace:
-    """Place in a stream: for each choice its tokens, and the events left at that count; closed: last events sent."""
+    """Place in a stream: each choice's tokens, and the events left at that count; closed: last events sent."""
 
     counts: tuple[tuple[int, int], ...]
     closed: int = 0
@@ -29,7 +29,7 @@ def parsed_id(text: str) -> tuple[str, StreamPlace]:
     """Return an event id's journal and place. Raises InvalidRequest naming the header."""
     found = _ID.fullmatch(text) if len(text) <= 16_384 else None
     if found is None:
-        raise InvalidRequest(f"{HEADER}: {text[:64]!r} is no id of an event of this server", param=HEADER)
+        raise InvalidRequest(f"{HEADER}: {text[:64]!r} is not an event id of this server", param=HEADER)
     counts = [each.partition("-") for each in found["counts"].split(",")]
     return found["name"], StreamPlace(tuple((int(a), int(b or 0)) for a, _, b in counts), int(found["closed"] or 0))
 
@@ -37,7 +37,7 @@ def parsed_id(text: str) -> tuple[str, StreamPlace]:
 class EventIds:
     """Writes the ids of one stream's events, and drops those that the client has.
 
-    Tokens up to `choices`' places, and the first token of each choice, must come one at a time."""
+    Tokens up to the counts in `after`, and the first token of each choice, must come one at a time."""
 
     def __init__(self, name: str, choices: int, after: StreamPlace | None = None) -> None:
         self._head = f"id: {name}:".encode()
@@ -47,13 +47,13 @@ class EventIds:
         self._is_plain = choices == 1 and after is None
 
     def singly(self, choice: int) -> int:
-        """Return up to which count the tokens of a choice must come one at a time."""
+        """Return the count up to which the tokens of a choice must come one at a time."""
         return max(1, self._after.counts[choice][0] if self._after else 0)
 
     def mark(self, choice: int, tokens: int, events: bytes) -> bytes:
         """Return the events with their ids, without those that the client has.
 
-        tokens: of the choice that went into the stream with them."""
+        tokens: number of the choice's tokens that went into the stream with them."""
         self._counts[choice] += tokens
         if self._is_plain and events.count(_END) == 1:
             return b"%b%d\n%b" % (self._head, self._counts[0], events)
@@ -76,7 +76,7 @@ class EventIds:
         )
 
     def _due(self, choice: int, events: int) -> int:
-        """Return how many of the events at the choice's count, from the last one, the client does not have."""
+        """Return how many of the last events at the choice's count the client does not have."""
         count, left = self._after.counts[choice] if self._after else (0, 0)
         if self._counts[choice] != count or not count:
             return events if self._counts[choice] >= count else 0

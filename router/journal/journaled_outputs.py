@@ -1,4 +1,4 @@
-"""Outputs of one recorded request: what a generation takes from its journal and adds to it."""
+"""JournaledOutputs: connects a generation to its journal: replays what is recorded and records new outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvferry.router.journal.writer import OpenJournal
 class JournaledOutputs:
     """Journal of a generation. Implements router.api.generation.Journal.
 
-    followed  what is recorded already; None: the request is new
+    followed  the journal as recorded so far; None: the request is new
     written   takes new outputs; None: another router computes them
-    computes  False: what is recorded is shown, and nothing is computed
+    computes  if false, only recorded outputs are shown, and nothing is computed
     """
 
     def __init__(self, followed: FollowedJournal | None) -> None:
@@ -29,7 +29,7 @@ class JournaledOutputs:
         if self.followed is None and self.written is not None:
             self.written.tape.note_prompts(told)
         elif self.followed is not None and self.followed.recording.prompts not in (b"", told):
-            raise NotResumable("the request's prompt is another one now, as of a chat template that shows the date")
+            raise NotResumable("the request's prompt has changed, for example since the chat template shows the date")
 
     def start(self, spec: RequestSpec, choice: int, compute: Callable[[RequestSpec], Dispatch]) -> Dispatch:
         """Return the dispatch of a choice."""

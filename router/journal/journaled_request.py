@@ -1,4 +1,4 @@
-"""One request with its journal: new, resumed, or followed while another router serves it."""
+"""JournaledRequest: one recorded request: new, resumed, or followed while another router serves it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class JournaledRequest:
             self.outputs.followed.claimed = own
 
     def write(self, written: OpenJournal | None = None) -> bool:
-        """Record what is computed from now on; return False if it is too large."""
+        """Record outputs computed from now on; return False if the journal is already too large."""
         if written is None:
             assert self.outputs.followed is not None
             recording = self.outputs.followed.recording
@@ -125,7 +125,7 @@ class JournaledRequest:
             self.forget()
 
     def forget(self) -> None:
-        """Drop references to the generation: a request leaves no cycles to the garbage collector."""
+        """Drop references to the generation, so that no reference cycle is left to the garbage collector."""
         self.cancel = None
         if self.outputs.followed is not None:
             self.outputs.followed.claimed = None

@@ -1,4 +1,4 @@
-"""Calls that own a journal: a caller that is cancelled meanwhile leaves no journal behind on which nobody works.
+"""Runs a call that takes ownership of a journal, and gives it up if the caller is cancelled meanwhile.
 
 Other routers would follow such a journal until it expires, because its owner lives."""
 
@@ -33,6 +33,6 @@ async def owning(call: Coroutine[Any, Any, T], give_up: Callable[[], Awaitable[o
 async def _given_up(taking: asyncio.Future[Any], give_up: Callable[[], Awaitable[object]]) -> None:
     await asyncio.wait([taking])
     if not taking.cancelled():
-        taking.exception()  # its caller has it, or is gone
+        taking.exception()  # the caller has it, or is gone
     with contextlib.suppress(RegistryUnavailable):
         await give_up()

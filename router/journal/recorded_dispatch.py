@@ -1,4 +1,4 @@
-"""Dispatch that begins with recorded outputs: it replays them, follows their router, or computes what is missing."""
+"""RecordedDispatch: replays recorded outputs, then follows the router that computes the rest, or computes it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvferry.router.journal.ownership import owning
 from kvferry.router.journal.recording import Recording
 
 FOLLOW_S = 0.2
-"""Seconds between looks at the journal of a request that another router works on."""
+"""Seconds between reads of the journal of a request that another router computes."""
 
 
 class FollowedJournal:
     """A journal as one router reads it; `recording` grows while another router writes.
 
-    is_own      this router owns it, and computes what is missing
-    may_claim   owns it as soon as its owner is dead or gave it up
-    claimed     called after that; raises KvferryError if it cannot go on
+    is_own      this router owns it, and computes the missing outputs
+    may_claim   this router may own it as soon as its owner is dead or gave it up
+    claimed     called when this router owns it; raises KvferryError if it cannot continue
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FollowedJournal:
         self._turn = asyncio.Lock()
 
     async def advance(self, seen: int) -> None:
-        """Wait until more than `seen` entries are known, the answer has ended, or the rest is this router's.
+        """Wait until more than `seen` entries are known, the answer has ended, or this router must compute the rest.
 
         Raises Retryable if the journal is no longer kept: its request failed before its first token."""
         async with self._turn:
@@ -46,7 +46,7 @@ class FollowedJournal:
                     await self.claim()
 
     async def look(self) -> Journal:
-        """Read what was written since the last look. Raises Retryable if it is no longer kept."""
+        """Read the entries written since the last read. Raises Retryable if the journal is no longer kept."""
         journal = await self._journals.read(*self._place, self.recording.entries)
         if journal is None:
             raise Retryable("the request that computed this answer has failed; send it again")
@@ -54,7 +54,7 @@ class FollowedJournal:
         return journal
 
     async def claim(self, *, by_force: bool = False) -> bool:
-        """Own the journal if nobody else does; return whether it is own now."""
+        """Own the journal if nobody else does; return whether this router owns it now."""
         release = partial(self._journals.release, *self._place, self._owner, ttl_s=self._ttl_s)
         if await owning(self._claim(by_force), release):
             self.is_own = True
@@ -72,7 +72,7 @@ class FollowedJournal:
 class RecordedDispatch:
     """Dispatch of one choice of a recorded request. Implements router.dispatch.interface.Dispatch.
 
-    compute: starts the rest; None: there must be no rest, and Cancelled is raised where it would begin."""
+    compute: starts the rest; None: only recorded outputs are wanted, and Cancelled is raised after them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Contents of a journal: the request as sent, and the tokens delivered so far.
+"""Binary contents of a journal: the request as sent (JournalHead), and entries with the delivered tokens.
 
 Tokens are recorded, not events: text, parsed calls, log-probabilities and ids follow from them and from the request."""
 
@@ -26,7 +26,7 @@ class JournalHead:
 
     id         of its answer's RequestContext
     timeout_s  seconds from its arrival to its deadline
-    watched    other routers take it over unasked
+    watched    other routers take it over without being asked by a client
     """
 
     path: str
@@ -111,7 +111,7 @@ class Tape:
 
 @dataclass(slots=True)
 class RecordedChoice:
-    """What is recorded of one choice."""
+    """Recorded outputs and route of one choice."""
 
     outputs: list[Output] = field(default_factory=list)
     route: Route | None = None
@@ -164,7 +164,7 @@ class Recording:
 def digest(prompts: Sequence[RequestSpec]) -> bytes:
     """Return a digest of the prompts' tokens, which shows whether a prompt that is rendered again has changed.
 
-    A chat template may show the time, or be another one."""
+    A chat template may show the time, or may itself have changed."""
     digested = hashlib.blake2b(digest_size=16)
     for spec in prompts:
         digested.update(pack(spec.token_ids))

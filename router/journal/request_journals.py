@@ -1,4 +1,4 @@
-"""Journals of one router's requests: opened for new ones, found again for clients that come back."""
+"""RequestJournals: opens journals for new requests, and finds those that clients or routers resume."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ KEY = "Idempotency-Key"
 MAX_KEY = 255
 """Longest idempotency key, in characters."""
 LEAST_TIME_S = 1.0
-"""Least time in seconds that a request has left when it is taken up again."""
+"""Shortest time that a resumed request is given to finish, in seconds."""
 DELETED_LIFE_S = 1.0
-"""Seconds until the journal of a deleted answer expires; its writer looks at it four times a second."""
+"""Seconds until the journal of a deleted answer expires; its writer checks it four times a second."""
 
 
 class RequestJournals:
@@ -62,9 +62,9 @@ class RequestJournals:
     ) -> JournaledRequest | None:
         """Return the request's journal, a new one or that of the request it repeats; None if it has none.
 
-        name: of a new journal. stored: False keeps it in this process. watched: other routers go on with it by
-        themselves. Raises InvalidRequest, KeyReused, NotFound, and RegistryUnavailable if a stream cannot be taken up
-        now."""
+        name: of a new journal. stored: if false, it is kept in this process. watched: other routers continue it without
+        being asked by a client. Raises InvalidRequest, KeyReused, NotFound, and RegistryUnavailable if a stream cannot
+        be resumed now."""
         resume = call.resume
         if not self.window_s:
             return None
@@ -85,7 +85,7 @@ class RequestJournals:
     async def found(self, call: RequestContext, name: str, path: str, *, by_force: bool = False) -> JournaledRequest:
         """Return the request of a journal, which this router owns now if nobody else does.
 
-        path: of its endpoint; empty: any. by_force: owns it in any case. Raises NotFound, and RegistryUnavailable."""
+        path: of its endpoint; empty: any. by_force: own it in any case. Raises NotFound, and RegistryUnavailable."""
         for store in dict.fromkeys((self._local, self._shared)):
             try:
                 journal = await store.journals.read(call.tenant, name)
@@ -126,7 +126,7 @@ class RequestJournals:
             await store.journals.claim(tenant, name, self._owner, ttl_s=DELETED_LIFE_S, by_force=True)
 
     def _life_s(self, head: JournalHead) -> float:
-        """Return how long a journal lives after its last write: work that needs no client, until its deadline."""
+        """Return how long a journal lives after its last write; a watched one, longer by its time limit."""
         return self.window_s + (head.timeout_s if head.watched else 0.0)
 
     async def _opened(
@@ -162,9 +162,9 @@ class RequestJournals:
     def _new(
         self, call: RequestContext, store: JournalStore, name: str, head: JournalHead, *, opened: int = 0
     ) -> JournaledRequest | None:
-        """Return a new request; opened: bytes of its head if that is written."""
+        """Return a new request; opened: bytes of its head if the store already has it."""
         ttl_s = self._life_s(head)
-        told = replace(head, body=b"")  # it would take memory for as long as the request runs
+        told = replace(head, body=b"")  # the body would take memory for as long as the request runs
         request = JournaledRequest(call, told, name, store.writer, self.metrics, None, ttl_s)
         packed = b"" if opened else head.packed()
         written = OpenJournal(call.tenant, name, ttl_s, head=packed, size=opened, watched=head.watched)

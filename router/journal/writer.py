@@ -1,4 +1,4 @@
-"""Writer of a router's journals: what all streams have delivered goes to the store in one call every 250 ms."""
+"""JournalWriter: every 250 ms, writes what all recorded streams have delivered to the store in one call."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger("kvferry.journal")
 
 WRITE_S = 0.25
-"""Seconds between writes of what was delivered."""
+"""Seconds between writes of delivered outputs."""
 BEGIN_S = 0.02
-"""Seconds within which a new journal is written, together with others that begin then."""
+"""Seconds within which a new journal is written, together with all others that begin in that time."""
 LOOK_S = 0.5
-"""Seconds after which a watched journal that got no tokens is written nevertheless, to find out that it has another
-owner: its work may have been cancelled through another router."""
+"""Seconds after which a watched journal without new tokens is written nevertheless, to find out whether it has another
+owner, since its work may have been cancelled through another router."""
 
 
 class Leave(Enum):
-    """How a router leaves a journal: complete, for another to go on with, or deleted."""
+    """How a router leaves a journal: complete, released so that another router may continue it, or deleted."""
 
     END = "end"
     RELEASE = "release"
@@ -43,7 +43,7 @@ class OpenJournal:
 
     head     its head if it is not written yet
     number   number of the next entry
-    watched  whether to look for another owner while no tokens come
+    watched  whether to check for another owner while no tokens come
     on_lost  called when another router owns the journal
     """
 
@@ -62,7 +62,7 @@ class OpenJournal:
         """Set once nothing more will be written."""
 
     def due(self, now: float) -> Append | None:
-        """Return what is to be written now; None if nothing is."""
+        """Return the entry to write now; None if there is none."""
         if not self._unsent and self.tape:
             self._unsent = self.tape.take()
             self.size += len(self._unsent)
@@ -71,21 +71,21 @@ class OpenJournal:
         return None
 
     def written(self, now: float) -> int:
-        """Note that the due entry is stored, and return its bytes."""
+        """Record that the due entry is stored, and return its size in bytes."""
         size, self._unsent, self.written_at = len(self._unsent), b"", now
         self._number = 0 if self._number == HEAD else self._number + bool(size)
         return size
 
     @property
     def is_left(self) -> bool:
-        """Return whether the router leaves it and everything is written."""
+        """Return whether the router leaves the journal and everything is written."""
         return self.left is not None and not self._unsent and not self.tape
 
 
 class JournalWriter:
     """Writer of all journals of one router in one store.
 
-    A journal whose store does not answer waits, at most until it is too large or its life is over. most_bytes: of one
+    A journal whose store does not answer waits until it is too large or has expired. most_bytes: largest size of one
     journal."""
 
     def __init__(self, journals: Journals, owner: str, metrics: JournalMetrics, *, most_bytes: int) -> None:
@@ -116,13 +116,13 @@ class JournalWriter:
             self._hurry(journal)
 
     def shorten(self, tenant: str, name: str, ttl_s: float) -> None:
-        """Let an open journal of that name live for so long after its next writes."""
+        """Let an open journal of that name expire `ttl_s` seconds after its next writes."""
         for journal in self._open:
             if (journal.tenant, journal.name) == (tenant, name):
                 journal.ttl_s = ttl_s
 
     def _hurry(self, journal: OpenJournal) -> None:
-        """Write a journal before the others."""
+        """Write a journal before all others."""
         self._urgent[journal] = None
         self._soon.set()
 
@@ -136,7 +136,7 @@ class JournalWriter:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
             await self.flush()
-            await self.flush()  # what a first call left because an earlier entry was in its way
+            await self.flush()  # entries that waited behind an earlier entry of their journal
 
     async def _write(self) -> None:
         due = time.monotonic() + WRITE_S
@@ -187,10 +187,10 @@ class JournalWriter:
             self._close(journal)
 
     def _lost(self, journal: OpenJournal, append: Append, outcome: Kept) -> None:
-        """Stop recording: another router owns the journal, or the store has it no more."""
+        """Stop recording: another router owns the journal, or the store no longer has it."""
         in_use = append.number == HEAD
         if outcome is Kept.LOST and not in_use:
-            log.info("%s goes on at another router", journal.name)
+            log.info("%s continues at another router", journal.name)
             journal.on_lost()
         else:
             reason = "name_in_use" if outcome is Kept.LOST else "evicted"

@@ -1,1 +1,1 @@
-"""Images, audio and video in requests: validation, fetching, and the prompt that an engine makes of them."""
+"""Images, audio and video in requests: validation, fetching, and the prompt that a node's engine makes of them."""

@@ -1,4 +1,4 @@
-"""Addresses that a URL of a client may lead to: public ones only, so that no request reaches the cluster's network."""
+"""Resolves host names of clients' URLs, and checks that an address is public, so that no fetch reaches the cluster."""
 
 from __future__ import annotations
 

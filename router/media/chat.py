@@ -1,4 +1,4 @@
-"""A chat with media, and what of it goes to the engine that makes its prompt: fields by name, nothing else."""
+"""MediaChat: a chat with media, and the JSON of it that is sent to the engine that makes its prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXTS = ("name", "tool_call_id", "reasoning")
 _TEXT_PARTS = ("text", "refusal")
 """Types of content parts that are texts, in fields of the same names."""
 _KEPT = frozenset(("chat_template", "tokenize"))
-"""Variables that an engine would not take for variables of the template."""
+"""Names that an engine would not treat as template variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class MediaChat:
         return "\n".join(found)
 
     def body(self, loaded: Sequence[MediaPart]) -> bytes:
-        """Return the JSON for an engine, with these media, which are data URLs in order, in place of the chat's own.
+        """Return the JSON for an engine, with `loaded` (data URLs, in order) in place of the chat's own media.
 
-        Their data need no escapes and are put in behind the writing, which would read each character."""
+        Their data need no escapes and are inserted after JSON encoding, which would read each character."""
         gap = secrets.token_hex(16)
         places = {(part.message, part.place): replace(part, url=gap) for part in loaded}
         shown = [_message(number, message, places) for number, message in enumerate(self.messages)]

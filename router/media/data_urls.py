@@ -1,4 +1,4 @@
-"""Data URLs with base64."""
+"""Decodes and encodes base64 data URLs, in slices and within the size limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def decoded(url: str, field: str) -> bytes:
 
 
 def _checked(url: str, field: str) -> tuple[str, int]:
-    """Return the MIME type and the place of the data; raise InvalidMedia if there are too many."""
+    """Return the MIME type and the place of the data; raise InvalidMedia if the data are too long."""
     end = url.find(",", 0, MAX_MIME + len("data:;base64,"))
     mime, mark, coding = url[5:end].rpartition(";")
     if end < 0 or not mark or coding.strip().lower() != "base64":

@@ -1,4 +1,4 @@
-"""Fetching of media from allowed hosts, at addresses that were checked before."""
+"""MediaFetcher: fetches media over HTTP(S) from allowed hosts, at public addresses only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
 
 PORTS = {"http": 80, "https": 443}
-"""Ports of the schemes; URLs with others are refused."""
+"""Ports of the schemes; URLs with other schemes are rejected."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class MediaFetcher:
-    """Fetches what URLs of clients name. Belongs to one asyncio loop; the owner must call `close`.
+    """Fetches the URLs that clients send. Belongs to one asyncio loop; the owner must call `close`.
 
-    hosts    names of hosts that may be asked; an empty set forbids all
+    hosts    names of hosts from which it may fetch; an empty set forbids all
     resolve  returns the addresses of a host
     allowed  returns whether an address may be connected to
     ports    port of each scheme
@@ -55,7 +55,7 @@ class MediaFetcher:
             await self._client.aclose()
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidMedia unless the URL may be fetched, as far as its text shows."""
+        """Raise InvalidMedia if the URL's text shows that it may not be fetched."""
         self._target(url, field)
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:

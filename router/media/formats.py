@@ -1,4 +1,4 @@
-"""Formats of images, audio and video, told by their first bytes."""
+"""Recognises formats of images, audio and video by their first bytes, and checks the header of WAV files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ FORMATS = {
     "audio": ("audio/wav", "audio/mpeg", "audio/flac", "audio/ogg"),
     "video": ("video/mp4", "video/webm"),
 }
-"""MIME types of each modality that are taken."""
+"""Accepted MIME types of each modality."""
 COMPRESSED = ("audio/flac", "audio/ogg")
-"""MIME types of audio in chats that only engines with `COMPRESSED_AUDIO` get.
+"""MIME types of audio in chats that are sent only to engines with `COMPRESSED_AUDIO`.
 
 Of WAV and MP3 the decoded length follows from their size; hours of silence in FLAC or Opus take nearly no bytes."""
 SPEECH = ("audio/wav", "audio/mpeg", "audio/flac", "audio/ogg", "video/mp4", "video/webm")
-"""MIME types of files whose words can be written down; MP4 and WebM may hold sound alone."""
+"""MIME types of files that can be transcribed; MP4 and WebM may hold sound alone."""
 _ALIASES = {
     "image/jpg": "image/jpeg", "audio/x-wav": "audio/wav", "audio/wave": "audio/wav", "audio/vnd.wave": "audio/wav",
     "audio/mp3": "audio/mpeg", "audio/x-flac": "audio/flac", "application/ogg": "audio/ogg", "audio/opus": "audio/ogg",
@@ -25,7 +25,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 MAX_CHUNKS = 64
 """Largest number of chunks before the format of a WAV file."""
 LEAST_RATE, MOST_RATE = 4000, 384_000
-"""Lowest and highest sample rate of a WAV file, in Hz: a low one makes hours of few bytes."""
+"""Lowest and highest sample rate of a WAV file, in Hz: at a low rate a few bytes last for hours."""
 
 
 def usual_name(mime: str) -> str:
@@ -35,7 +35,7 @@ def usual_name(mime: str) -> str:
 
 
 def format_of(data: bytes) -> str:
-    """Return the MIME type that the first bytes tell; empty for any other format."""
+    """Return the MIME type that the first bytes show; empty for any other format."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"
     if data.startswith(b"\xff\xd8\xff"):
@@ -54,7 +54,7 @@ def format_of(data: bytes) -> str:
 
 
 def wav_fault(data: bytes) -> str:
-    """Return why a WAV file is not taken; empty if it is."""
+    """Return why a WAV file is rejected; empty if it is accepted."""
     at = 12
     for _ in range(MAX_CHUNKS):
         if at + 8 > len(data):

@@ -1,4 +1,4 @@
-"""Size of an image as its headers declare it, without decoding it.
+"""Reads the size of a PNG, JPEG, GIF or WebP image from its headers, without decoding it.
 
 Headers may declare a size more than once. What counts is the largest one, since a decoder may believe any of them."""
 
@@ -69,7 +69,7 @@ def _gif(data: bytes) -> list[Size]:
     """Return the sizes of the screen and of the first frame, which may reach beyond it."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + _colours(flags)
-    inside = False  # of an extension, which is a row of sub-blocks
+    inside = False  # whether `at` is inside an extension, a row of sub-blocks
     for _ in _steps():
         if inside:
             inside, at = bool(data[at]), at + 1 + data[at]

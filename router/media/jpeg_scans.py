@@ -1,4 +1,4 @@
-"""Number of scans of a JPEG: a decoder goes through all pixels for each of them, and a scan may take a few bytes."""
+"""Rejects JPEGs with too many scans, since a decoder goes through all pixels for each scan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SCANS = 100
 SLICE = 2**16
 """Bytes that are searched before other requests get a turn."""
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
-"""A marker that begins or ends something; among pixels stand 0xff with a zero, restarts, and fill bytes."""
+"""A marker that begins or ends something; pixel data also contain 0xff before a zero, restarts, and fill bytes."""
 _ALONE, _START, _END, _SCAN = 0x01, 0xD8, 0xD9, 0xDA
 
 

@@ -1,4 +1,4 @@
-"""Bounds of images, audio and video in one request."""
+"""Limits on images, audio and video: count, bytes, pixels, fetches, and prompts made at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SIDE = 2**15
 MAX_URL_CHARS = 4096
 """Longest URL that is fetched, in characters."""
 MAX_REDIRECTS = 3
-"""Most redirects that are followed; each address is checked."""
+"""Maximum number of redirects that are followed; each address is checked."""
 FETCH_S = 10.0
 """Longest time to fetch one URL, with the wait for a place and all redirects, in seconds."""
 MAX_FETCHES, FETCHES_PER_TENANT = 16, 8

@@ -1,4 +1,4 @@
-"""Loading of a request's images, audio and video: each is checked and becomes a data URL for the engine."""
+"""MediaLoader: checks a request's images, audio and video, and turns each into a data URL for the engine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
 
 UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
-"""MIME types of servers that do not know what they send."""
+"""MIME types that servers declare for content of unknown type."""
 
 LONG_CHARS = 2**20
-"""Characters of a data URL above which one is decoded at a time: slices of many would come between others' steps."""
+"""Characters of a data URL above which one is decoded at a time: slices of many would delay other requests."""
 
 
 class Fetcher(Protocol):
-    """Fetches what URLs of clients name."""
+    """Fetches the URLs that clients send."""
 
     def check(self, url: str, field: str) -> None:
-        """Raise InvalidMedia unless the URL may be fetched, as far as its text shows."""
+        """Raise InvalidMedia if the URL's text shows that it may not be fetched."""
 
     async def fetch(self, url: str, field: str, tenant: str = "") -> tuple[bytes, str]:
         """Return the bytes of a URL and their declared MIME type; raise InvalidMedia naming the field."""
@@ -40,7 +40,7 @@ class Fetcher(Protocol):
 
 
 class NoFetcher:
-    """Refuses all URLs."""
+    """Rejects all URLs."""
 
     def check(self, url: str, field: str) -> None:
         """Raise InvalidMedia."""
@@ -89,9 +89,9 @@ class MediaLoader:
         return [loaded or next(fetched) for loaded in given]
 
     async def _given(self, part: MediaPart, books: _Books) -> MediaPart:
-        """Return a part whose data are in the request, under their usual MIME type; of long ones one at a time.
+        """Return a part whose data are in the request, under their usual MIME type; decode long ones one at a time.
 
-        What its first bytes show is refused before the rest is decoded, which takes most of the time."""
+        The first bytes are checked before the rest is decoded, which takes most of the time."""
         head, declared = opened(part.url, part.field)
         mime = checked_format(part, head, usual_name(declared))
         if part.modality == "image":
@@ -124,7 +124,7 @@ class _Books:
         self._bytes = self._pixels = 0
 
     async def take(self, part: MediaPart, data: bytes, mime: str) -> str:
-        """Return the MIME type of one part's data; raise InvalidMedia for what is not taken."""
+        """Return the MIME type of one part's data; raise InvalidMedia if they are not accepted."""
         found = checked_format(part, data, mime)
         self._bytes += len(data)
         if self._bytes > MAX_TOTAL_BYTES:
@@ -132,7 +132,7 @@ class _Books:
         if part.modality == "image":
             await self._take_pixels(part, data, mime)
         elif mime == "audio/wav" and (fault := wav_fault(data)):
-            raise refused(part.field, f"is no usable WAV file: {fault}")
+            raise refused(part.field, f"is not a usable WAV file: {fault}")
         return found
 
     async def _take_pixels(self, part: MediaPart, data: bytes, mime: str) -> None:
@@ -149,7 +149,7 @@ class _Books:
 
 
 def checked_format(part: MediaPart, data: bytes, mime: str) -> str:
-    """Return the MIME type that the first bytes show; raise InvalidMedia if it is not taken or not the declared one."""
+    """Return the MIME type that the first bytes show; raise InvalidMedia if it is unsupported or not declared."""
     allowed, found = FORMATS[part.modality], format_of(data)
     if found not in allowed:
         raise refused(part.field, f"is no {part.modality} that is supported: {', '.join(allowed)}")
@@ -159,8 +159,8 @@ def checked_format(part: MediaPart, data: bytes, mime: str) -> str:
 
 
 async def check_head(part: MediaPart, head: bytes, mime: str) -> None:
-    """Raise InvalidMedia for an image that is too large, or has too many scans, as far as its first bytes show."""
-    with suppress(UnreadableImage):  # its header may go on behind them
+    """Raise InvalidMedia if the first bytes show that an image is too large or has too many scans."""
+    with suppress(UnreadableImage):  # its header may be longer than these bytes
         _check_size(part, *image_size(head, mime))
     if mime == "image/jpeg":
         try:

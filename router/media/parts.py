@@ -1,4 +1,4 @@
-"""Content parts of a chat that are images, audio or video."""
+"""MediaPart: content parts of a chat that are images, audio or video, parsed from OpenAI's forms."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _source(kind: str, part: Mapping[str, Any], field: str) -> tuple[str, str, s
 
 
 def check_detail(detail: Any, field: str) -> None:
-    """Raise InvalidMedia for a `detail` that no API knows; None: not given."""
+    """Raise InvalidMedia for an unknown `detail`; None: not given."""
     if detail is not None and detail not in DETAILS:
         raise refused(field, f"must be one of {', '.join(DETAILS)}, got {detail!r}")
 

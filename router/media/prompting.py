@@ -1,4 +1,4 @@
-"""From a chat with media to its prompt: the media are checked and loaded, then a node's engine makes the prompt."""
+"""MediaPrompter: turns a chat with media into a prompt: loads the media, then a node's engine renders it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class MediaBudget:
         return self._held.total()
 
     def check(self, tenant: str, more: int = 1) -> None:
-        """Raise Overloaded if there is no room for so many more bytes."""
+        """Raise Overloaded if there is no room for `more` bytes."""
         if self.held + more > self._limit or (tenant and self._held[tenant] + more > self._limit // 2):
             raise Overloaded(
                 "the media of waiting and running requests fill their share of this router's memory", retry_after=1.0
             )
 
     def hold(self, tenant: str, holder: object, size: int) -> None:
-        """Count bytes until nothing refers to their holder any more. Raises Overloaded if there is no room."""
+        """Count `size` bytes until `holder` is garbage-collected. Raises Overloaded if there is no room."""
         self.check(tenant, size)
         self._held[tenant] += size
         finalize(holder, self._drop, tenant, size).atexit = False
@@ -92,7 +92,7 @@ class MediaPrompter:
         return await self._nodes.render(request, self._abilities(chat, loaded, adapter))
 
     def _check(self, chat: MediaChat, adapter: str) -> None:
-        """Raise InvalidRequest for the first medium that no node takes, and for media that no node takes together."""
+        """Raise InvalidRequest for the first medium that no node accepts, or if no node accepts all of them."""
         for part in {part.modality: part for part in reversed(chat.parts)}.values():
             try:
                 self._nodes.check((part.modality,), adapter)
@@ -102,7 +102,7 @@ class MediaPrompter:
         self._nodes.check(chat.modalities, adapter)
 
     def _abilities(self, chat: MediaChat, loaded: Sequence[MediaPart], adapter: str) -> frozenset[str]:
-        """Return what the making node must be able to do; raise InvalidMedia for FLAC and Ogg that no node takes."""
+        """Return what the making node must be able to do; raise InvalidMedia for FLAC and Ogg that no node accepts."""
         part = next((part for part in loaded if part.url.startswith(_COMPRESSED)), None)
         if part is None:
             return chat.modalities

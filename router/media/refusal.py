@@ -1,4 +1,4 @@
-"""Errors about one image, audio or video of a request."""
+"""InvalidMedia: the error for one image, audio or video of a request, and a function that builds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvferry.protocol.errors import InvalidRequest
 
 
 class InvalidMedia(InvalidRequest):
-    """A medium is not taken; `param` is where the client wrote it, also in requests that are translated into chats."""
+    """A medium is rejected; `param` is where the client wrote it, also in requests that are translated into chats."""
 
 
 def refused(field: str, why: str) -> InvalidMedia:

@@ -1,4 +1,4 @@
-"""Bounds of work at once: of all tenants together, and of one tenant."""
+"""TenantPlaces: limits how much of one kind of work runs at once, for all tenants together and for each."""
 
 from __future__ import annotations
 

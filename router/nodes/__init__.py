@@ -1,1 +1,1 @@
-"""Router's table of nodes, their health and load, and its HTTP connections to them."""
+"""Router's view of the nodes: table, load, health, and HTTP connections to them."""

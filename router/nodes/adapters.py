@@ -1,4 +1,4 @@
-"""LoRA adapters of a model's nodes: lookup by name, loading and unloading."""
+"""ModelAdapters: LoRA adapters that a model's nodes hold, by name, and loading and unloading on all nodes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class ModelAdapters:
     async def change(self, change: ChangeAdapter) -> None:
         """Load or unload an adapter on every node; on return requests can, or no longer can, use it.
 
-        Other engines load their own adapters; they are told only if the model has no other nodes. Raises the error of a
-        node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises NoNodes without nodes.
+        Other engines load their own adapters; they are asked only if the model has no other nodes. Raises the error of
+        a node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises NoNodes without
+        nodes.
         """
         ready = [entry.lease for entry in self._model.members if entry.lease.state == "ready"]
         nodes = [lease for lease in ready if not lease.engine] or ready

@@ -1,4 +1,4 @@
-"""Total capacity of a model's nodes, computed on demand.
+"""CapacitySummary: running total of a model's node capacities, by which requests are rejected when nodes are full.
 
 A request changes its nodes' reservations six times and reads the summary once."""
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class CapacitySummary:
-    """Sum of the nodes' capacities, from which a rejection follows without a scan of the nodes.
+    """Sum of the nodes' capacities, with which a request can be rejected without a scan of the nodes.
 
     total   sum of the nodes' parts
     views   reachable nodes as placement sees them

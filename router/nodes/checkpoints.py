@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states on nodes, by their rows in the block index."""
+"""Checkpoints: index rows that show saved recurrent states of a prompt, and how much of it nodes can then reuse."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvferry.protocol.hashing import state_hash
 from kvferry.protocol.index_rows import row_at
 
 NEAR = 8
-"""Blocks before the end of what a node holds at each of which a checkpoint is looked for."""
+"""Number of last blocks of a held prefix at each of which a checkpoint is looked up."""
 MOST_STRIDES = 64
-"""Most regular checkpoints that are looked for, the last ones of a prompt."""
+"""Maximum number of regular checkpoints that are looked up, the last ones of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Checkpoints:
     stride: int
 
     def places(self, lengths: Collection[int]) -> list[int]:
-        """Return where checkpoints are looked for, in leading blocks, given how many blocks nodes hold of a prompt.
+        """Return where to look up checkpoints, in leading blocks, given how many blocks of a prompt nodes hold.
 
-        Nodes keep one where prompts end or part, so near the end of what they hold, and at each stride."""
+        Nodes keep one where prompts end or diverge, so near the end of a held prefix, and at each stride."""
         longest = max(lengths, default=0)
         places = {place for length in lengths for place in range(max(1, length - NEAR + 1), length + 1)}
         last = longest // self.stride
@@ -32,7 +32,7 @@ class Checkpoints:
         return sorted(places)
 
     def row(self, hashes: Sequence[bytes], count: int) -> bytes:
-        """Return the index row of the last block of the checkpoint after `count` blocks; with it, it is whole."""
+        """Return the index row of the last block of the checkpoint after `count` blocks; it shows that all exist."""
 
         def chain(position: int) -> bytes:
             return hashes[position] if position < count else state_hash(hashes[count - 1], position - count)

@@ -1,4 +1,4 @@
-"""Circuit breakers of nodes and of node pairs, with half-open probes, shared by all requests of a router.
+"""CircuitBreakers: breakers of nodes and node pairs with half-open probes, shared by all requests of a router.
 
 A subject is a node, or a pair of a prefill and a decode node whose link failed. A failure opens the subject's breaker
 for a pause. After it, one attempt at a time probes the subject, and each failed probe doubles the pause. The first
@@ -33,7 +33,7 @@ class OpenBreakers(NamedTuple):
 
 
 class RemainingPauses(NamedTuple):
-    """Remaining seconds per subject: nodes, pairs whose ships fail, and pairs in quarantine."""
+    """Remaining seconds per subject: nodes, pairs whose transfers fail, and pairs in quarantine."""
 
     nodes: Mapping[NodeKey, float]
     pairs: Mapping[Pair, float]
@@ -79,7 +79,7 @@ class BreakerTable(Generic[S]):
             known.until, known.pause_s, known.tried = now + known.pause_s, min(2 * known.pause_s, PAUSE_S[1]), False
 
     def use(self, subject: S, now: float) -> None:
-        """Note that an attempt uses the subject; after the pause this attempt is the probe."""
+        """Record that an attempt uses the subject; after the pause this attempt is the probe."""
         known = self._known.get(subject)
         if known is not None and 0 < known.until <= now:
             known.until, known.tried = now + known.pause_s, True
@@ -138,7 +138,7 @@ class CircuitBreakers:
             self._pairs.fail((prefill, None), now)
 
     def late(self, place: Placement, *, ships: bool) -> None:
-        """Doubt the node that computes a late prompt or, if its first token is out and its blocks are not, the pair."""
+        """Doubt the node that computes a late prompt or, if its first token came but its blocks did not, the pair."""
         nodes = [(node.node_id, node.epoch) for node in (place.prefill, place.decode) if node]
         if ships and len(nodes) > 1:
             self.pair_failed(*nodes, surely=False)
@@ -170,7 +170,7 @@ class CircuitBreakers:
             self.pair_works((place.prefill.node_id, place.prefill.epoch), decode)
 
     def use(self, prefill: NodeKey | None, decode: NodeKey | None) -> None:
-        """Note that an attempt uses these nodes."""
+        """Record that an attempt uses these nodes."""
         now = self._clock()
         for node in (prefill, decode):
             if node is not None:

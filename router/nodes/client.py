@@ -1,4 +1,4 @@
-"""HTTP client for node calls: opens all connections and translates errors.
+"""NodeClient: HTTP client for all calls from the router to nodes, with pooled connections and translated errors.
 
 Every token of every request passes through it, so no task, queue or timeout per chunk stands between the socket and the
 callback. A cancelled call closes its connection at any point of the exchange."""
@@ -42,7 +42,7 @@ class NodeClient:
     connection breaks, and the node's own KvferryError if it refuses.
 
     token      returns the cluster's secret for each call, or an empty string
-    tls        of connections to nodes whose address begins with https
+    tls        options of connections to nodes whose address begins with https
     silence_s  longest silence of a token stream, in seconds
     clock      seconds for silence limits; it stops while this process is suspended
     """
@@ -83,7 +83,7 @@ class NodeClient:
         await self.call(node, "POST /attempts/generate", _with_media(request), self._answer_s, None, None)
 
     async def cancel(self, node: NodeLease, request: CancelRequest) -> None:
-        """Tell a node to cancel an attempt."""
+        """Cancel an attempt on a node."""
         await self.call(node, "POST /attempts/cancel", pack(request), self._answer_s, None, None)
 
     async def drop(self, node: NodeLease, request: CancelRequest) -> None:
@@ -94,7 +94,7 @@ class NodeClient:
                 return
 
     async def note(self, node: NodeLease, notes: SessionNotes) -> None:
-        """Tell a node about sessions, and ignore errors."""
+        """Send a node notes about sessions, and ignore errors."""
         with contextlib.suppress(KvferryError):
             await self.call(node, "POST /sessions", pack(notes), self._answer_s, None, None)
 
@@ -187,7 +187,7 @@ def _parts(http_url: str) -> tuple[Address, str, str]:
 
 
 def _with_media(request: GenerateRequest | PrefillRequest) -> bytes:
-    """Return a packed message with the data of its job's media behind it."""
+    """Return a packed message, followed by the data of its job's media."""
     if not (media := request.job.media):
         return pack(request)
     return with_data(pack(replace(request, job=replace(request.job, media=without_data(media)))), media)

@@ -1,4 +1,4 @@
-"""Order of the work for tokens: first tokens at once, the others of all nodes in slices of bounded length.
+"""DeltaQueue: passes tokens from nodes' streams to requests, first tokens at once and others in short slices.
 
 A read from a busy node's stream holds thousands of tokens. Handled at once, they would keep the event loop for tens of
 milliseconds, several times between a request and its first token."""
@@ -22,7 +22,7 @@ MOST_SLICE_S = 0.005
 """Longest slice, in seconds."""
 
 FEW = 8
-"""Most deltas of a frame that a router which keeps up passes on at once."""
+"""Maximum number of deltas of a frame that a router which keeps up passes on at once."""
 
 
 class DeltaQueue:
@@ -64,7 +64,7 @@ class DeltaQueue:
         entry.deal(frame)
 
     def flush(self) -> None:
-        """Pass everything on: a node's stream ends, and its listeners shall have all that came."""
+        """Pass everything on, since a node's stream ends and its listeners must get all that arrived."""
         for name in list(self._held):
             self._pass(name)
 
@@ -93,7 +93,7 @@ def _deliver(entry: NodeEntry, delta: TokenDelta) -> None:
 
 
 def joined(deltas: list[TokenDelta]) -> Sequence[TokenDelta]:
-    """Return one delta with the tokens of consecutive ones of an attempt; the same ones if that would lose anything."""
+    """Join consecutive deltas of an attempt into one; return them unchanged if that would lose anything."""
     one = join(deltas)
     return joined_by_python(deltas) if one is None else (one,)
 

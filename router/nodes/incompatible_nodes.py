@@ -1,4 +1,4 @@
-"""Nodes with another wire version or without the cluster's seal: logged once and never used."""
+"""IncompatibleNodes: nodes of another wire version or without the cluster's seal; counted and logged, never used."""
 
 from __future__ import annotations
 

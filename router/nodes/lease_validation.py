@@ -1,4 +1,4 @@
-"""Validation of leases from the registry, which may come from another version or a faulty node."""
+"""Checks that node leases read from the registry are well formed, since a faulty node may write anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation of messages from nodes, so that malformed bytes end no request but their own."""
+"""Checks messages from nodes (token frames, prefill answers, errors), so that a bad one ends only its request."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def suits(delta: TokenDelta, job: Job) -> bool:
 
 
 def _check_delta(delta: Any) -> None:
-    """Raise WireError if a delta is invalid; called for every token, most of which carry nothing but tokens."""
+    """Raise WireError if a delta is invalid; called for every delta, most of which carry only tokens."""
     if type(delta) is TokenDelta and type(delta.token_ids) is tuple and type(delta.attempt) is int:
         plain = delta.logprobs is None and delta.prompt_logprobs is None
         if (
@@ -117,7 +117,7 @@ def _are_ids(tokens: tuple[Any, ...]) -> bool:
 
 
 def _is_reuse(value: Any) -> bool:
-    """Return whether a value is a valid account; all but those with misses hold nothing but counts."""
+    """Return whether a value is a valid Reuse; one without misses holds only counts."""
     if type(value) is not Reuse:
         return False
     counts = _COUNTS(value)

@@ -1,4 +1,4 @@
-"""Nodes of one model, grouped by fingerprint."""
+"""ModelNodes: the live nodes of one model in groups by fingerprint, as placement sees them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ OWN_ENGINE = "kvferry"
 class FingerprintGroup:
     """Nodes of one model that share a fingerprint: only they exchange blocks and continue each other's streams.
 
-    members        draining ones included
-    epochs         of the members, by their ids and by `index.on_tier` of these
-    first_epoch    of the member that started first; `known` is that of the group before the last change
+    members        its nodes, draining ones included
+    epochs         epochs of the members, by node id and by `index.on_tier` of it
+    first_epoch    epoch of the member that started first; `known`: as it was before the last change
     states         how the members keep recurrent states; None for a model without recurrent layers
     decodes        true with a ready decode node
-    max_model_len  the least of all members
+    max_model_len  smallest limit of all members
     """
 
     def __init__(self, members: Sequence[NodeEntry], known: int | None = None) -> None:
@@ -67,7 +67,7 @@ class ModelNodes:
     name     of the model
     members  all live nodes that take attempts, of any fingerprint and state
     encoders  its live encode nodes
-    live     both
+    live     members and encoders
     groups   by fingerprint
     room     capacity that the members have left
     """
@@ -116,7 +116,7 @@ class ModelNodes:
         adapter: str,
         modalities: Collection[str] = (),
     ) -> list[NodeView]:
-        """Return the reachable nodes of a group, with the adapter if one is given, and what they hold of a prompt.
+        """Return the reachable nodes of a group, with the adapter if one is given, and the prefix that each holds.
 
         Those that do not take all of `modalities` are left out. `held` counts leading blocks by node id, and by
         `index.on_tier` of it."""

@@ -1,4 +1,4 @@
-"""One live node: its lease, this router's reservations, and the listeners on its token stream."""
+"""NodeEntry: one live node: its lease, this router's reservations, stream listeners, and whether it may hang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STALL_S, STALL = 2.0, 10.0
 SUSPECT_S, SUSPECT = 0.8, 5.0
 """A node is suspected while a step takes longer than SUSPECT_S seconds and than SUSPECT times the node's usual step.
 
-Its link is while one turn of the link's thread takes longer than SUSPECT_S."""
+Its link is suspected while one turn of the link's thread takes longer than SUSPECT_S."""
 
 
 def node_key(lease: NodeLease) -> NodeKey:
@@ -45,10 +45,10 @@ class Listener(Protocol):
         """Receive the failure of an attempt on the node."""
 
     def lost(self, error: KvferryError) -> None:
-        """Learn that the stream broke; the listener is detached."""
+        """Handle a broken stream; the listener is detached."""
 
     def drains(self) -> None:
-        """Learn that the node drains and the stream should move."""
+        """Handle that the node begins to drain, so that the stream should move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +86,8 @@ class NodeEntry:
     stalled    true while a thread of the node hangs
     suspected  true while the node may hang: its stream is silent, or a step takes long
     link_suspected  true while its link may hang; streams that decode need no link
-    reachable  true if the node processes requests, as far as its stream shows
-    corrupt    called for each wrong ship to this node, with sender and receiver
+    reachable  true if its stream shows that the node processes requests
+    corrupt    called for each corrupt transfer to this node, with sender and receiver
     """
 
     def __init__(
@@ -158,19 +158,19 @@ class NodeEntry:
             booking.lost(error)
 
     def opened(self) -> None:
-        """Note that the node accepted the token stream."""
+        """Record that the node accepted the token stream."""
         self.open = self.linked = True
         self._doubt(False)
         self._changed()
 
     def pause(self, *, is_silent: bool = False) -> None:
-        """Note that the token stream broke, or was silent for too long, and may resume."""
+        """Record that the token stream broke, or was silent for too long, and may resume."""
         self.open = False
         self._changed()
         self._doubt(self.suspected or is_silent, self.link_suspected)
 
     def deal(self, frame: StepFrame) -> None:
-        """Pass on what a frame of the token stream holds besides tokens, which `DeltaQueue` passes to the listeners."""
+        """Handle a token-stream frame's content besides tokens, which `DeltaQueue` passes to the listeners."""
         if frame.pulse is not None:
             self._feel(frame.pulse)
         for failure in frame.failed:
@@ -178,7 +178,7 @@ class NodeEntry:
                 listener.failed(failure)
         for each in frame.deviations:
             log.warning(
-                "what %s sent of %s differs from what %s computes", each.sender[0], each.request_id, self.key[0]
+                "%s sent blocks of %s that differ from those of %s", each.sender[0], each.request_id, self.key[0]
             )
             self._corrupt(each.sender, self.key)
 
@@ -203,7 +203,7 @@ class NodeEntry:
         self._doubt(pulse.engine_s > max(SUSPECT_S, SUSPECT * pulse.usual_s), pulse.link_s > SUSPECT_S)
 
     def _doubt(self, suspected: bool, link: bool = False) -> None:
-        """Update what is suspected, and tell the attempts on the node when a suspicion begins."""
+        """Update what is suspected, and notify the attempts on the node when a suspicion begins."""
         began = (suspected and not self.suspected) or (link and not self.link_suspected)
         self.suspected, self.link_suspected = suspected, link
         if began:

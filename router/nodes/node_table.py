@@ -1,4 +1,4 @@
-"""Router's table of live nodes, kept from the registry and the token streams.
+"""NodeTable: the router's live nodes, kept up to date from the registry and the token streams.
 
 Membership comes from the registry. A node is lost if it returns with another epoch, or if its lease ends and its token
 stream is not linked; its reservations are then notified. While the registry does not answer, the last known nodes stay
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeSource(Protocol):
-    """Node registry, as far as the router needs it; `incompatible` holds nodes that cannot be used."""
+    """Part of the node registry that the router uses; `incompatible` holds nodes that cannot be used."""
 
     incompatible: tuple[IncompatibleLease, ...]
 

@@ -1,9 +1,9 @@
-"""Quarantine of node pairs between which blocks arrive corrupted.
+"""Quarantine: excludes node pairs between which blocks repeatedly arrive corrupted.
 
-Blocks arrive with other bytes than were sent or than the receiver computes itself. Memory, a card or a wire fails, or a
-node is misconfigured. Checksums find differences in transit, and another attempt computes the blocks again, so no
-client notices. Not all blocks need have a checksum, however, and faulty hardware gets worse. Canaries find some of the
-wrongly computed blocks. One corrupt ship may be chance; successes in between prove nothing."""
+Blocks arrive with other bytes than were sent or than the receiver computes itself, because memory, a card or a wire
+fails, or a node is misconfigured. Checksums find differences in transit, and another attempt computes the blocks again,
+so no client notices. Not all blocks need have a checksum, however, and faulty hardware gets worse. Canaries find some
+of the wrongly computed blocks. One corrupt ship may be chance; successes in between prove nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health of the router's connection to the registry."""
+"""RegistryHealth: whether the registry answers this router, with logs and a metric."""
 
 from __future__ import annotations
 

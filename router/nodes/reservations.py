@@ -1,4 +1,4 @@
-"""Reservations of one router on one node, beyond what the node's lease already counts."""
+"""Reservations: one router's reserved tokens, blocks and requests on a node, and the node's load including them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes about sessions for the nodes that have their blocks, a few requests in one call."""
+"""SessionNoter: sends nodes hints about sessions (tools called, session closed), gathered into few calls."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ GATHER_S = 0.1
 
 
 class SessionNoter:
-    """Gathers notes and sends them to nodes of our own; adapters' engines take none.
+    """Gathers notes and sends them to nodes with kvferry's own engine; nodes of other engines take none.
 
-    A note is only a hint: if it is lost, blocks are kept for longer or for less long."""
+    A note is only a hint: if it is lost, blocks are kept for too long or evicted too early."""
 
     def __init__(self, client: NodeClient, background_calls: BackgroundCalls) -> None:
         self._client, self._background_calls = client, background_calls
         self._open: dict[NodeKey, tuple[NodeLease, list[tuple[str, int]], list[str]]] = {}
 
     def calls_tools(self, nodes: Sequence[NodeLease], request_id: str, names: Collection[str]) -> None:
-        """Note for these nodes that the output of an ended request calls tools of these names."""
+        """Queue a note to these nodes that the output of an ended request calls tools of these names."""
         group = tool_group(names)
         for node in nodes:
             self._gathered(node)[0].append((request_id, group))
 
     def closes(self, model: ModelNodes, session: str) -> None:
-        """Note for all nodes of a model that a session is closed."""
+        """Queue a note to all nodes of a model that a session is closed."""
         for node in model.leases():
             self._gathered(node)[1].append(session)
 

@@ -1,9 +1,9 @@
-"""Persistent token streams, one per node, with the output of all this router's requests there and its pulse.
+"""TokenStreams: keeps one HTTP stream to each node, with the output of all this router's requests and a heartbeat.
 
 A broken stream is reopened after its last frame, without an effect on clients. A node whose stream is silent is
 suspected, and its requests may get a second attempt elsewhere. A node and all its requests are lost if
-its address refuses connections, if another process answers there, or after LOST times the silence limit. Until then the
-node gets no new requests."""
+its address refuses connections, if another process answers there, or after LOST times the silence limit, or longer if
+its heartbeats were often late (see SLOW). Until then the node gets no new requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW, MAX_LOST_S, HALF_S = 3.0, 4.0, 30.0
 """Multiple of the longest recent gap between two signs of life that a stream may be silent before it counts as lost,
 the longest such silence in seconds, and the half-life of that gap in seconds.
 
-A process that gets too little of a busy machine is often late with its heartbeats; it is not lost for that."""
+A process that gets too little of a busy machine often sends its heartbeats late, but is not lost."""
 ACKNOWLEDGE_S = 1.0
 """Interval of acknowledgements to a node, in seconds."""
 
@@ -115,7 +115,7 @@ class TokenStream:
         self._queue.deal(self._entry, frame)
 
     def _hear(self) -> None:
-        """Note a sign of life of the node, and how long it was silent before."""
+        """Record a sign of life of the node, and how long it was silent before."""
         now = self._client.clock()
         gap_s = now - self._heard
         self._heard, self._gap_s = now, max(gap_s, self._gap_s * 0.5 ** (gap_s / HALF_S))
@@ -153,7 +153,7 @@ class TokenStream:
         self._entry.broken(error if isinstance(error, NodeLost) else NodeLost(f"{self._entry.key[0]}: {error}"))
 
     async def _acknowledge(self) -> None:
-        """Acknowledge frames: the node keeps unacknowledged ones and takes a silent router for frozen."""
+        """Acknowledge frames: the node keeps unacknowledged ones, and considers a silent router frozen."""
         while True:
             await asyncio.sleep(ACKNOWLEDGE_S)
             if self._entry.open and self._seen is not None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 async def watched(
     entry: NodeEntry, call: Coroutine[Any, Any, T], limit_s: float, tokens: int = 0, *, patient: bool = False
 ) -> T:
-    """Return the result of a call, for which `tokens` are booked on the node meanwhile.
+    """Return the result of a call, for which `tokens` are reserved on the node until it ends.
 
     Raises what the call raises, and NodeLost if the node is lost, if it is suspected of hanging (unless `patient`), or
     after limit_s seconds."""

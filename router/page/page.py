@@ -1,4 +1,4 @@
-"""Response with the chat page: scripts and styles, joined into a single HTML file."""
+"""Builds the response with the chat page: its scripts and styles joined into one HTML file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SCRIPTS = (
     "chat.js",
     "page.js",
 )
-"""Files of the page's script; a file may use at once only what stands in earlier ones."""
+"""Files of the page's script; while it loads, a file may use only what earlier files define."""
 NO_MARKUP = ("require-trusted-types-for 'script'", "trusted-types 'none'")
-"""Directives under which a browser refuses to take text for HTML or for a script."""
+"""Directives under which a browser does not let scripts turn text into HTML or code."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Content-Security-Policy of the HTML pages: no external resources, one script, requests to this server only."""
+"""Security headers of the HTML pages: no external resources, one script, requests to this server only."""
 
 from __future__ import annotations
 

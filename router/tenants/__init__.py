@@ -1,1 +1,1 @@
-"""Tenants: API keys, limits, and the fair queue in which their requests wait for a slot."""
+"""Tenants: API keys, rate limits, and the fair queue in which their requests wait for a slot."""

@@ -1,4 +1,4 @@
-"""Rate of arriving sequences compared with the rate at which sequences start on nodes."""
+"""ArrivalRate: ratio of arriving to starting sequences, with exponential decay, for autoscaling."""
 
 from __future__ import annotations
 

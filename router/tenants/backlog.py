@@ -1,4 +1,4 @@
-"""Backlog of one model's requests in this router, in the units that autoscaling uses."""
+"""Backlog: one model's requests that wait in this router, in seconds and nodes, for autoscaling metrics."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Backlog:
     def decode_nodes(self) -> float:
         """Return how many decode nodes the waiting requests need beyond the existing ones.
 
-        The result may be negative. Full nodes report pressure themselves, and what exceeds the need of arrivals after
-        the queue is gone is subtracted."""
+        The result may be negative. Full nodes report pressure themselves, and capacity beyond the need of arrivals
+        once the queue is empty is subtracted."""
         full, decodes, waiting = self._look(), self._capacity().decodes, self._waiting()
         most = waiting.sequences / self._seats
         more = decodes * (waiting.ratio - 1 + waiting.seconds / DRAIN_S) if waiting.sequences and decodes else 0.0
@@ -71,7 +71,7 @@ class Backlog:
         return self._held.requests
 
     def _look(self) -> float:
-        """Update the remembered rate and seats from the present nodes; return the occupied fraction of their seats."""
+        """Update the remembered rate and seats from the current nodes; return the occupied fraction of the seats."""
         now = self._capacity()
         if now.prefills and now.prompt_per_s > 0:
             self._rate = now.prompt_per_s / now.prefills

@@ -1,4 +1,4 @@
-"""Start-time fair queue over tenants, weighted by tokens of work.
+"""FairQueue: start-time fair queue of requests over tenants, weighted by tokens of work.
 
 Every request has a start tag: its tenant's previous finish tag, or the current virtual time if that is later, so that
 idle tenants gain neither credit nor debt. The lowest tag goes first. Between two tenants that both wait, the work given
@@ -136,9 +136,9 @@ class FairQueue:
     def _fits(self, turn: Slot, window: Window) -> bool:
         """Return whether the window has space for the slot beside its tenant's work in flight.
 
-        What patient requests use counts only for others of their kind, as they give way on the nodes. The first slot of
-        a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little work in flight,
-        which nodes compute before the long prompts of others."""
+        What patient requests use counts only against other patient ones, since they give way on the nodes. The first
+        slot of a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with little work in
+        flight, which nodes compute before long prompts of other tenants."""
         lane = turn.lane
         sequences, prompt = _counted(turn, window)
         own, total = (lane.sequences, lane.prompt), (self._sequences, self._prompt)
@@ -151,7 +151,7 @@ class FairQueue:
         )
 
     def _little(self, turn: Slot) -> bool:
-        """Return whether its tenant's work in flight, with it, is at most half of that of the others."""
+        """Return whether its tenant's work in flight, with this slot, is at most half of all other tenants'."""
         own = turn.lane.under_way
         return 2 * (own + turn.work) <= self._under_way - own
 
@@ -219,7 +219,7 @@ def _counted(turn: Slot, window: Window) -> tuple[float, float]:
 def _roomy(window: float, own: float, others: float, more: float, shared: bool) -> bool:
     """Return whether `more` fits into the window.
 
-    In a shared window a tenant uses at most half of what the others leave, so that one more tenant always fits. With k
+    In a shared window a tenant uses at most half of what the other tenants leave, so that one more always fits. With k
     tenants that want everything, each gets 1 / (k + 1)."""
     if own <= 0 and shared:
         return others < CROWD * window

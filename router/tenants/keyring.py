@@ -1,4 +1,4 @@
-"""API keys currently valid: the one of the settings, and those of a file that is read again when it changes."""
+"""Keyring: the valid API keys, from the settings and from a file that is reread when it changes."""
 
 from __future__ import annotations
 

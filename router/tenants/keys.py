@@ -1,4 +1,4 @@
-"""API key file: holds only hashes, so that a reader of the file cannot use the keys.
+"""Reader and writer of the API key file, which holds only hashes, so that its readers cannot use the keys.
 
   [acme]
   keys = ["sha256:9f86d081884c7d65..."]

@@ -1,4 +1,4 @@
-"""Rate and concurrency limits of a tenant, and their x-ratelimit headers."""
+"""Meter: rate and concurrency limits of a tenant, and OpenAI's x-ratelimit headers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Meter:
         self._tokens.resize(tenant.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """Count a request; the caller must call `leave`. Raises RateLimited and then counts nothing."""
+        """Count a request; the caller must call `leave`. Raises RateLimited, in which case nothing is counted."""
         tenant, now = self.tenant, self._clock()
         if 0 < tenant.concurrent <= self.running:
             said = f"{self.running} requests of {tenant.name} are in progress, its limit"

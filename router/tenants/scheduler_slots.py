@@ -1,4 +1,4 @@
-"""Scheduler slots: requests wait here, in fair order, until nodes have capacity.
+"""SchedulerSlots: requests wait here for a slot, in fair order, until the model's nodes have capacity.
 
 A window bounds the work on the nodes: as many sequences as decode nodes run, and as many prompt tokens as prefill nodes
 compute in a moment. If the window has space and no request waits, a slot is granted at once without scheduling."""
@@ -41,7 +41,7 @@ WORTH_S = 2.0
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of one request: sequences, prompt tokens, and the most output tokens per sequence."""
+    """Size of one request: sequences, prompt tokens, and maximum output tokens per sequence."""
 
     sequences: int
     prompt: int
@@ -56,7 +56,7 @@ class ThroughputEstimate:
         self._since: float | None = None
 
     def busy(self, now: float, waiting: bool) -> None:
-        """Note whether requests wait from now on."""
+        """Record whether requests wait from now on."""
         self._pass(now)
         self._since = now if waiting else None
 
@@ -90,7 +90,7 @@ class SchedulerSlots:
 
     capacity     returns what the nodes can take; called for every slot. Without it no request waits
     shared       returns whether there are several tenants
-    most_queued  most requests of one tenant that may wait
+    most_queued  maximum number of waiting requests of one tenant
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tenant: its name, limits, priority class and share of the nodes."""
+"""Tenant: its name, limits, priority class, share of the nodes and latency targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue of one tenant: its waiting requests, its requests in flight and its part of the window."""
+"""TenantQueue: one tenant's waiting slots and work in flight, as FairQueue orders them; Slot and Window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_OUTPUT = 128.0
 """Expected output tokens of a tenant's first sequence."""
 
 MAX_SESSIONS = 1024
-"""Most sessions of a tenant whose finish tags are kept; those that asked longest ago are dropped."""
+"""Maximum number of a tenant's sessions whose finish tags are kept; the least recent ones are dropped."""
 
 
 class Window(NamedTuple):
@@ -40,12 +40,12 @@ class TenantQueue:
     waiting            waiting slots by priority and arrival, some of them abandoned
     queued, work       number and work of the waiting slots
     sequences, prompt  its part of the window
-    patient            those of its patient requests, which are among these
+    patient            part of these that its patient requests use
     under_way          its work in flight
     given              recent work given, divided by its share
     fresh              expected fraction of a prompt that is not cached
     output             expected output tokens of a sequence
-    now, sessions      highest start tag that began, and finish tags of sessions, as between tenants
+    now, sessions      highest start tag that began, and finish tags of its sessions
     """
 
     tenant: Tenant
@@ -66,7 +66,7 @@ class TenantQueue:
     def start(self, session: str, work: float) -> float:
         """Return the start tag of a request of a session: the session's last finish tag, or `now` if that is later.
 
-        A session that sends many requests therefore waits for its own, not for the tenant's others."""
+        So a busy session waits for its own earlier requests, and does not delay the tenant's other sessions."""
         start = max(self.now, self.sessions.get(session, 0.0)) if session else self.now
         if session:
             if len(self.sessions) >= MAX_SESSIONS:
@@ -90,7 +90,7 @@ class Slot:
     sequences, prompt, output  sequences, and expected prompt tokens to compute and output tokens
     work                       the same in tokens of work
     newcomer                   the nodes should serve it first, as its tenant had received little work when it began
-    patient                    it gives way on the nodes, so that its part of the window is open to all that do not
+    patient                    it gives way on the nodes, so that other requests may use its part of the window
     """
 
     lane: TenantQueue

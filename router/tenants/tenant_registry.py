@@ -1,4 +1,4 @@
-"""All tenants: their limits, token counters and cache namespaces, by name."""
+"""TenantRegistry: all tenants by name, with their limits, token counters and cache namespaces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TenantRegistry:
         self._counters: dict[str, list[Counter]] = {}
 
     def several(self) -> bool:
-        """Return whether there are several tenants, which fair queueing concerns."""
+        """Return whether there are several tenants, among which queueing must be fair."""
         return len(self.keyring.tenants) > 1
 
     def tenant(self, name: str) -> Tenant:
@@ -48,7 +48,7 @@ class TenantRegistry:
     def realm(self, name: str) -> str:
         """Return the tenant whose cached blocks this tenant may use.
 
-        It is the tenant itself, so that none can detect others' prompts by latency, unless all share prefixes."""
+        It is the tenant itself, so that no tenant detects another's prompts by latency, unless all share prefixes."""
         return "" if self._share_prefixes else name
 
     def count(self, metrics: RouterMetrics, name: str, tokens: tuple[int, int, int]) -> None:

@@ -1,1 +1,1 @@
-"""Text processing: tokenizers, chat templates, stop strings and output parsers."""
+"""Text processing of the router: tokenizers, chat templates, stop strings, and parsers of model output."""

@@ -1,6 +1,7 @@
-"""Adaptations of conversations that clients send everywhere and that some chat templates refuse or drop.
+"""Rules that adapt a conversation (merge, rename or split messages) where a chat template would reject or drop parts.
 
-Each has a name, which answers show, and samples. `TemplateTraits` tells for which of them a template needs it."""
+Each rule has a name, which a response header shows, and samples, with which `TemplateTraits` finds out whether a
+template needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _INSTRUCTIONS = ("system", "developer")
 class Adaptation:
     """One rule.
 
-    name     in the header of answers
+    name     as shown in the header of answers
     bend     returns a conversation with the rule applied; an equal one where it does not concern it
     samples  conversations, as roles and texts, that show whether a template needs the rule
     """
@@ -74,7 +75,7 @@ def _head_in_user(messages: Messages) -> Messages:
 
 
 def _without_empty(messages: Messages) -> Messages:
-    """Leave out empty assistant messages, but for a last one, which a client may want continued."""
+    """Leave out empty assistant messages, except a last one, which a client may want continued."""
     kept = ("content", "tool_calls", "reasoning_content")
     return [
         each
@@ -84,7 +85,7 @@ def _without_empty(messages: Messages) -> Messages:
 
 
 def _calls_one_by_one(messages: Messages) -> Messages:
-    """Give each call a message of its own, followed by its results; results of unknown calls follow the last."""
+    """Put each call in its own message, followed by its results; results of unknown calls follow the last."""
     shown: Messages = []
     place = 0
     while place < len(messages):
@@ -144,7 +145,7 @@ def _user_first(messages: Messages) -> Messages:
 
 
 def _chat(*roles: str) -> Messages:
-    """Return a sample with a text of its own in each message."""
+    """Return a sample whose messages have different texts."""
     return [{"role": role, "content": f"kvferry-probe-{place}"} for place, role in enumerate(roles)]
 
 

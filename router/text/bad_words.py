@@ -1,4 +1,4 @@
-"""Conversion of bad_words to token sequences."""
+"""Converts the words of `bad_words` into the token sequences that outputs must not contain."""
 
 from __future__ import annotations
 

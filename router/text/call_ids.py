@@ -1,4 +1,4 @@
-"""Ids of tool calls in the form that a chat template demands, and the calls that results belong to.
+"""Rewrites ids of tool calls into the form that a chat template demands, and matches results to calls.
 
 An id may come from any server. It is mapped by a function of the id, or of the call's place, so that a conversation is
 rendered alike in every turn."""
@@ -20,7 +20,7 @@ class IdForm(Enum):
 
     ANY       as the client sends them
     NINE      nine letters and digits, as Mistral's templates check
-    INDEXED   `functions.NAME:INDEX`, as in Kimi's; the index counts the conversation's calls
+    INDEXED   `functions.NAME:INDEX`, as in Kimi's templates; the index counts the conversation's calls
     """
 
     ANY = re.compile(r".+", re.DOTALL)
@@ -79,7 +79,7 @@ class _Calls:
         return {**call, "id": own.id}
 
     def answered(self, result: Mapping[str, Any], *, names: bool) -> Message:
-        """Return a result with the id of its call: of that id, else the first open one of its name, else the first."""
+        """Return a result with its call's id: that of the given id, else the first open one of its name, else any."""
         given, name = result.get("tool_call_id"), str(result.get("name", ""))
         if not (isinstance(given, str) and given):
             call = next(iter((self._open_by_name.get(name) or self._open).values()), None)

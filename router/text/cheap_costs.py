@@ -1,4 +1,4 @@
-"""Costs of the operations of cheap templates, each charged before it can take long (see `cheap_templates`)."""
+"""Cost accounting of cheap templates: charges each Jinja operation to a budget before it can take long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_UNITS = 30_000
 CHARS_A_UNIT = 64
 """Characters of a text that cost as much as one node."""
 _CHARS_A_PIECE = 4
-"""The same for texts that are cut into parts or made of them."""
+"""The same for texts that are split into parts or joined from them."""
 _MAX_NUMBER = 2**63
 _MAX_OPTION = 64
 """Longest argument that multiplies the cost of an operation, in characters."""
@@ -30,7 +30,7 @@ Args = tuple[Any, ...]
 
 
 class Costly(Exception):
-    """An operation whose cost is not known, or more operations than a router does itself."""
+    """An operation has an unknown cost, or a rendering exceeds the budget of the router's own process."""
 
 
 class SmallBudget(Budget):
@@ -45,7 +45,7 @@ class SmallBudget(Budget):
 
 
 def spend(context: Context, chars: int, chars_a_unit: int = CHARS_A_UNIT) -> None:
-    """Spend one unit, and those of a text of that length."""
+    """Spend one unit, and those of a text of `chars` characters."""
     context[BUDGET].spend(1 + chars // chars_a_unit)
 
 
@@ -70,7 +70,7 @@ def charge_operator(context: Context, operator: str, left: Any, right: Any) -> N
 
 
 def charge_call(context: Context, called: Any, args: Args) -> None:
-    """Charge the call of a macro, of a method of a text or object, or of a few functions; raise Costly for others."""
+    """Charge the call of a macro, of a method of a text or object, or of a few functions; else raise Costly."""
     if isinstance(called, Macro) or called is raise_exception or (called is Namespace and not args):
         return
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")

@@ -1,4 +1,4 @@
-"""Rendering of small prompts in the router's own process, for templates that use no operation of unknown cost.
+"""Renders small prompts in the router's process, for chat templates that use only operations of known cost.
 
 `is_cheap` admits a template by its syntax: constant literals, and only allowed filters and tests. While it renders,
 each loop iteration, macro call and produced string is charged to a small budget (`cheap_costs`); where the result can
@@ -54,7 +54,7 @@ def is_cheap(tree: nodes.Template, source: str) -> bool:
 
 
 def cheap_environment() -> CheapSandbox:
-    """Return an environment that understands chat templates and charges what they do."""
+    """Return an environment that renders chat templates and charges their operations."""
     made = environment(CheapSandbox)
     made.filters |= {name: charged(made.filters[name], cost) for name, cost in FILTERS.items()}
     made.filters |= GUARDS

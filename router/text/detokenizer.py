@@ -1,4 +1,4 @@
-"""Incremental detokenizer that never emits an incomplete character."""
+"""Incremental detokenizers for byte-level, byte-fallback and other vocabularies; they emit only whole characters."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _ContextDetokenizer(ABC):
 
     @abstractmethod
     def _begin(self, context: list[int]) -> None:
-        """Begin behind these tokens, whose text is left out."""
+        """Begin after these tokens, whose text is not emitted."""
 
     @abstractmethod
     def _next(self, token_id: int) -> str:
@@ -151,7 +151,7 @@ class WindowDetokenizer(_ContextDetokenizer):
 
     It decodes a window of recent tokens without and with the new ones, and emits the difference. The text of
     window[:read] is emitted. The tokens window[read:] wait for the rest of a character; after _PATIENCE of them the
-    bytes are taken to be no character."""
+    bytes are treated as invalid."""
 
     def finish(self) -> str:
         """Return the text of the tokens that still wait."""

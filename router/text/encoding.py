@@ -1,4 +1,4 @@
-"""Tokenization of prompts on threads, so that it does not block the event loop.
+"""Encoder: tokenizes prompts (long ones on threads), and rejects those that cannot fit the context early.
 
 The library's `encode` holds the GIL for its whole duration; its batch calls do not. A text that cannot fit is rejected
 by its length. If its tokens may be long, it is rejected as soon as its first slices exceed the context."""

@@ -1,4 +1,4 @@
-"""Prompts that fill in text between a prefix and a suffix, with the tokens that code models were trained on."""
+"""Builds fill-in-the-middle prompts from prefix and suffix, with the special tokens of each code model family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Format:
 
     before, between, last  tokens before the first text, before the second text, and at the end; `last` may be empty
     suffix_first           the suffix is the first text
-    ends                   further tokens with which the model ends what it fills in
+    ends                   further tokens with which the model ends the filled-in text
     repository, file       tokens before a repository's name and before each file's name; empty: the family has none
     """
 
@@ -44,15 +44,15 @@ _FORMATS = (
     _Format("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
     _Format("[SUFFIX]", "[PREFIX]", "", suffix_first=True),
 )  # fmt: skip
-"""Of Qwen-Coder and CodeGemma, StarCoder and Granite, SantaCoder, DeepSeek-Coder, Seed-Coder, CodeGeeX, CodeLlama, and
-Codestral, in this order."""
+"""Formats of Qwen-Coder and CodeGemma, StarCoder and Granite, SantaCoder, DeepSeek-Coder, Seed-Coder, CodeGeeX,
+CodeLlama, and Codestral, in this order."""
 _REPOSITORY, _FILE = "myproject", "filename"
 """Names of the repository and of the file to fill in, which clients do not send; llama.cpp uses the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class InfillMarks:
-    """Fill-in-the-middle tokens of one model. ends: ids of tokens that end what it fills in."""
+    """Fill-in-the-middle tokens of one model. ends: ids of tokens that end the filled-in text."""
 
     _format: _Format
     _tokens: frozenset[str]

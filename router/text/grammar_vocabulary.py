@@ -1,4 +1,4 @@
-"""Conversion of a model's tokenizer into the vocabulary of the grammar library."""
+"""Converts a model's tokenizer into the Vocabulary that structured_output checks grammars with."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Translation of a conversation into the form that gpt-oss's chat template expects.
+"""Converts a conversation into the form that gpt-oss's (harmony) chat template expects.
 
-Reasoning, each tool call with its result, and one first message of instructions have separate places. Everything else
-is rejected or dropped. Instructions in mid-conversation therefore pass the template as a marked message of a user, and
-become a developer's message where they stand."""
+Reasoning, each tool call with its result, and one first message of instructions have separate places. The
+template rejects or drops everything else. Later instructions therefore pass through the template as a marked user
+message, which becomes a developer message in the rendered text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def channelled(messages: Sequence[Message], mark: str) -> list[Message]:
 
 
 def with_instructions(text: str, mark: str) -> str:
-    """Return the rendered text with each marked message as a developer's."""
+    """Return the rendered text with each marked message turned into a developer message."""
     return text.replace(_USER + mark, _DEVELOPER).replace(mark, "")
 
 

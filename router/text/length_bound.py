@@ -1,4 +1,4 @@
-"""Upper bound on characters per token, by which text that cannot fit the context is rejected without encoding it.
+"""LengthBound: maximum characters per token of a tokenizer, to reject texts that cannot fit without encoding them.
 
 A tokenizer is a pipeline in which every step may drop text: a normalizer that composes characters, a pre-tokenizer that
 drops spaces, a byte without a token. An unknown step means that there is no bound."""
@@ -18,7 +18,7 @@ from kvferry.model_files.tokenizer import BYTE_ALPHABET
 _FACTORS = {"NFC": 4.0, "NFKC": 4.0, "NFD": 1.0, "NFKD": 1.0, "Lowercase": 1.0, "Prepend": 1.0, "ByteLevel": 1.0}
 """Largest number of characters that a normalizer turns into one; Unicode composes at most four."""
 _CUTTING = frozenset(("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts", "FixedLength"))
-"""Pre-tokenizers that only cut, unless their behavior is `removed`."""
+"""Pre-tokenizers that only cut the text, unless their behavior is `removed`."""
 _SPACES = " \t\r\n\f\v"
 _CONTINUATION = range(0x80, 0xC0)
 """UTF-8 continuation bytes; every character outside ASCII has at least one."""

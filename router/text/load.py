@@ -1,4 +1,4 @@
-"""Loader of a model's text side: tokenizer, chat templates, special tokens and facts."""
+"""Loads the TextModel of each served model: tokenizer, chat templates, special tokens and configuration."""
 
 from __future__ import annotations
 

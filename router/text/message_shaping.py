@@ -1,4 +1,4 @@
-"""Messages of a chat in the form that chat templates read: text as content, calls and their arguments, reasoning."""
+"""Normalises a chat message for templates: one text as content, common field names, arguments as objects or text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child process that renders a model's templates while its caller waits: for probes, and outside an event loop."""
+"""RenderChild: blocking client of a child process that renders chat templates, for probes and outside an event loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvferry.router.text.rendering import WITHIN
 START_S = 30.0
 """Time for the start of a child process, in seconds."""
 _MAX_STARTS = 3
-"""Processes that a template's probes may end."""
+"""Maximum number of processes started for a template's probes, which may crash them."""
 
 
 class RenderChild:
-    """Context manager of one process at a time (`render_process`), started at need and killed after `patience_s`."""
+    """Context manager of one process at a time (`render_process`), started if needed and killed after `patience_s`."""
 
     def __init__(self, sources: bytes, patience_s: float) -> None:
         self._sources, self._patience_s = sources, patience_s

@@ -1,4 +1,4 @@
-"""Frames between a router and the child processes that render its chat templates, and the bounds of a rendering.
+"""Wire format between a router and the child processes that render its chat templates, and the limits of a rendering.
 
 A frame is its length in four bytes and its content. A request's content is marshalled, which only the child reads. An
 answer's content is one byte for its kind and UTF-8 text: a router never decodes more than text from a child."""
@@ -15,7 +15,7 @@ MEMORY = 256 * 2**20
 DEADLINE_S = 5.0
 """Deadline of one rendering, in seconds of wall-clock time."""
 MAX_GROWTH, MAX_ADDED = 4, 4 * 2**20
-"""Longest rendered text: so many times the size of its variables, and so many bytes more."""
+"""Longest rendered text: MAX_GROWTH times the size of its variables, plus MAX_ADDED bytes."""
 LONGEST_ERROR = 1000
 """Longest error message of a template, in characters."""
 READY, TEXT, ERROR, MEMORY_SPENT, TOO_LONG = b"r", b"t", b"e", b"m", b"l"
@@ -42,7 +42,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(content: bytes) -> Any:
-    """Decode a request's content, which must come from the own parent."""
+    """Decode a request's content, which must come from this process's parent."""
     return marshal.loads(content)  # noqa: S302 - the router's own child reads what the router has written
 
 
@@ -59,7 +59,7 @@ def answer(kind: bytes, text: str) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """Return the length of the content behind a frame's first four bytes."""
+    """Return the length of the content after a frame's first four bytes."""
     return int.from_bytes(head, "big")
 
 
@@ -70,5 +70,5 @@ def read_frame(source: BinaryIO) -> bytes | None:
 
 
 def parts_of(content: bytes) -> tuple[bytes, str]:
-    """Return kind and text of an answer; raise ValueError for one that no child sends."""
+    """Return kind and text of an answer; raise ValueError for an invalid one."""
     return content[:1], content[1:].decode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Child process that renders one model's chat templates, one prompt at a time.
+"""Main program of the sandboxed child process that renders one model's chat templates, one prompt at a time.
 
 Its parent (renderer.py) writes frames (render_frames.py): first the templates' sources, then one set of variables a
 frame. The child answers each frame, and exits at the end of its input. The kernel bounds its memory and CPU time."""
@@ -77,9 +77,9 @@ def _rendered(templates: _Templates, frame: bytes) -> tuple[bytes, str]:
 
 
 def _bound_process() -> None:
-    """Keep no inherited descriptors; limit the address space to what is used now and MEMORY.
+    """Keep no inherited descriptors; limit the address space to the current use plus MEMORY.
 
-    Be the first process that the kernel ends for memory."""
+    Make this the first process that the kernel kills when memory runs out."""
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,4 +1,4 @@
-"""Fair places for the renderings of one model's child processes.
+"""RenderSlots: limits how many prompts of a model are rendered in child processes at once, fairly over tenants.
 
 A rendering begins in one of `QUICK` places and leaves it after `PATIENCE_S`, so that short ones never wait for a long
 one. Tenants take turns. A tenant whose rendering is slow gets no other place until it ends."""
@@ -20,9 +20,9 @@ PATIENCE_S = 0.1
 WAIT_S = 10.0
 """Longest wait for a place, in seconds."""
 MAX_WAITING = 256
-"""Most renderings of one tenant that wait."""
+"""Maximum number of waiting renderings of one tenant."""
 MAX_WAITING_BYTES = 64 * 2**20
-"""Most bytes of variables that wait; a tenant takes at most half of what the others leave, or a single rendering."""
+"""Maximum bytes of waiting variables; a tenant takes at most half of the bytes left, or a single rendering."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,7 @@ class RenderSlots:
             place.tenant.waiting.remove(place)
             self._count(place.tenant, -place.size)
             self._next()
-        elif not place.turn.cancelled():  # it got its place in the same moment
+        elif not place.turn.cancelled():  # it got its place at the same moment
             self.leave(place)
 
     def _next(self) -> None:

@@ -1,7 +1,7 @@
-"""Rendering of a model's chat templates for requests: small cheap prompts here, all others in child processes.
+"""Renderer: renders chat templates for requests: small cheap prompts in the router, all others in child processes.
 
-A child renders one prompt at a time. It is ended when the prompt takes too long, and another one is started at need, so
-a template that takes all time or memory fails only its own request."""
+A child renders one prompt at a time. It is killed when the prompt takes too long, and another one is started when
+needed, so a template that takes all time or memory fails only its own request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 log = logging.getLogger("kvferry.router.text")
 
 _TRIES = 2
-"""Child processes that a prompt may end; something else may have ended the first."""
+"""Maximum number of child processes that a prompt may crash; the first may have ended for another reason."""
 _NICENESS = 10
 """Niceness of a child with a slow rendering."""
 
@@ -71,7 +71,7 @@ class _Child:
 
 
 class Renderer:
-    """Renderer of one model; starts processes at need and ends them in `close`. Call it on the event loop only."""
+    """Renderer of one model; starts processes when needed and ends them in `close`. Call it on the event loop only."""
 
     def __init__(self, template: ChatTemplate | None, deadline_s: float = DEADLINE_S) -> None:
         self._template = template
@@ -92,7 +92,7 @@ class Renderer:
         if text is not None:
             return rendering.finished(text)
         place = await self._slots.enter(tenant, len(rendering.frame))
-        # a child goes on when its client leaves
+        # a child continues when its client disconnects
         return await asyncio.shield(self._started(self._placed(rendering, place)))
 
     @property
@@ -124,7 +124,7 @@ class Renderer:
             for _ in range(_TRIES):
                 try:
                     return await self._tried(rendering, place)
-                except EOFError:  # idle processes may have been ended with it
+                except EOFError:  # idle processes may have been killed with it
                     while self._idle:
                         self._end(self._idle.pop())
             raise rendering.died()
@@ -171,7 +171,7 @@ class Renderer:
                 return child
             self._end(child)
         if self._closed:
-            raise Overloaded("this server is ending", retry_after=1)
+            raise Overloaded("this server is shutting down", retry_after=1)
         assert self._template is not None
         try:
             process = await asyncio.create_subprocess_exec(
@@ -214,6 +214,6 @@ def _unstarted() -> Overloaded:
 
 
 def _yield_cores(child: _Child) -> None:
-    """Let other processes go first."""
+    """Lower the child's scheduling priority, so that other processes run first."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, child.process.pid, _NICENESS)

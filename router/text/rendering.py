@@ -1,4 +1,4 @@
-"""A prompt that a chat template is to render, and the errors that a rendering can end with."""
+"""Rendering: one prompt for a chat template (variables and options), and the errors its rendering can end with."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WITHIN = f"within {MEMORY >> 20} MiB of memory and {DEADLINE_S:.0f} s"
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """One rendering of a model's template; raises InvalidRequest for variables that are no JSON.
+    """One rendering of a model's template; raises InvalidRequest for variables that are not JSON.
 
     name       plain or tool_use
     variables  variables of the template
     mark       begins instructions in mid-conversation; empty: none have a mark
     continued  content of the last message, with which the prompt ends; None: it is not continued
     param      field of the messages, for errors
-    adaptations  names of the rules that changed the messages, so that the template takes them
+    adaptations  names of the rules that changed the messages, so that the template accepts them
     frame      name and variables for a child process
     """
 

@@ -1,4 +1,4 @@
-"""Stop-string matcher across token boundaries; a match is never partly emitted."""
+"""StopMatcher: finds stop strings across token boundaries, and never emits a part of a match."""
 
 from __future__ import annotations
 

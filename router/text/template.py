@@ -1,4 +1,4 @@
-"""A model's chat templates: what their source says, and their rendering in this process or in a child."""
+"""ChatTemplate: a model's chat templates, what they support, and their rendering in this process or a child."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ChatTemplate:
             raise rendering.refused(str(error)) from error
 
     def render_all(self, asked: Sequence[Rendering]) -> list[str | None]:
-        """Return the texts of several prompts, with one child process at most; None where there is none. Blocks.
+        """Return the texts of several prompts, with one child process at most; None where that failed. Blocks.
 
         Raises ConfigError if the templates do not compile."""
         texts: list[str | None] = [None] * len(asked)

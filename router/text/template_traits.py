@@ -1,4 +1,4 @@
-"""Probes of a chat template, rendered once when a model is loaded: they show what it expects of messages."""
+"""TemplateTraits: what a chat template expects of messages and tools, found by rendering probes at load time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOOL = {
 XML_TOOLS = "xml_tools"
 """Variable in which SmolLM3's templates look for tools."""
 Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
-"""Renders probes; None for those that the template refuses."""
+"""Renders probes; returns None for those that the template refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class TemplateTraits:
     """What one template expects.
 
     wants_parts     content is a list of parts, not a string
-    takes_xml_tools the tools are also in this variable
+    takes_xml_tools the tools are also given in the variable xml_tools
     wants_tools     without tools, `tools` is an empty list: the template refuses None
-    takes_system    it shows a system message
+    takes_system    the template shows a system message
     text_arguments  a call's arguments are JSON text, not an object
     drops_calls     calls of earlier answers are not shown
     null_content    calls are shown only beside content that is None, so that other content gets its own message
     ids             form of the ids of calls
-    names_results   it shows the name of a result's function
+    names_results   the template shows the name of a result's function
     rules           adaptations that it needs, in their order
     efforts         values of reasoning_effort that it takes; empty: any
     """
@@ -109,7 +109,7 @@ def _base(render: Render) -> TemplateTraits:
 
 
 def _efforts(render: Render, traits: TemplateTraits) -> frozenset[str]:
-    """Return the efforts that the template takes; none if it refuses none of them, or all."""
+    """Return the efforts that the template accepts; empty if it accepts all of them."""
     user = _probe(traits, [{"role": "user", "content": _PROBE}])
     texts = render([replace(user, variables={**user.variables, EFFORT: each}) for each in EFFORTS])
     taken = frozenset(each for each, text in zip(EFFORTS, texts, strict=True) if text is not None)
@@ -170,7 +170,7 @@ def _takes_text(text: str | None) -> bool:
 
 
 def _with_rules(render: Render, traits: TemplateTraits, *, knows_calls: bool) -> TemplateTraits:
-    """Add the rules that the template needs: it refuses a sample or drops a part of it, and shows the bent one."""
+    """Add the rules that the template needs: it rejects a sample or drops a part of it, but shows the adapted one."""
     asked: dict[str, Messages] = {}
     for place, rule in enumerate(RULES):
         for sample in rule.samples:
@@ -192,7 +192,7 @@ def _with_rules(render: Render, traits: TemplateTraits, *, knows_calls: bool) ->
 
 
 def _variants(sample: Messages, place: int) -> list[Messages]:
-    """Return a sample as it is after any of the rules before this place, and after all from it on."""
+    """Return a sample as changed by any rules before `place`, and as changed by all rules from `place` on."""
     found = [sample]
     for rule in RULES[:place]:
         found += [bent for each in found if (bent := rule.bend(each)) not in found]
@@ -221,7 +221,7 @@ def _conversation(call_id: str, **result: str) -> Messages:
 
 
 def _tail(text: str | None) -> str | None:
-    """Return what follows the user's message, and so the tools in most templates."""
+    """Return the text after the user's message, and therefore after the tools in most templates."""
     return None if text is None else text[text.rfind(_PROBE) :]
 
 

@@ -1,4 +1,4 @@
-"""Text side of a model: renders prompts, tokenizes texts, and knows its configuration."""
+"""TextModel: tokenizer, chat template and configuration of one model; turns messages into prompts and token ids."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TextModel:
         return ids, places.index(1) if 1 in places else len(ids)
 
     def render(self, messages: Sequence[Message], **given: Any) -> str:
-        """Render messages to the prompt's text; blocks, if need be for a child process. given: see `rendering`.
+        """Render messages to the prompt's text; blocks, possibly for a child process. given: see `rendering`.
 
         Raises InvalidRequest naming the field."""
         asked = self.rendering(messages, **given)
@@ -172,7 +172,7 @@ class TextModel:
     def check(self, messages: Sequence[Message], extra: Mapping[str, Any]) -> None:
         """Raise InvalidRequest for a role that neither the API nor the template knows, most likely a client's typo.
 
-        Also for chat_template_kwargs (`extra`) that would replace what a request says by fields."""
+        Also for chat_template_kwargs (`extra`) that would replace fields of the request."""
         if taken := sorted(_RESERVED & extra.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
         named = self.template.roles if self.template else frozenset[str]()

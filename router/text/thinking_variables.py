@@ -1,4 +1,4 @@
-"""Variables with which chat templates switch reasoning, from what requests say about it under any of their names."""
+"""Maps a request's reasoning options to the variables with which its chat template switches reasoning."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MODE = {True: "enabled", False: "disabled"}
 
 
 def variables(given: Mapping[str, Any], known: Collection[str], efforts: Collection[str]) -> dict[str, Any]:
-    """Return a request's variables with those in which the template expects the same.
+    """Return a request's variables, and the same options in the variables that the template reads.
 
     known    variables that the template reads
-    efforts  efforts that it takes; others become the nearest of them. Empty: it takes any"""
+    efforts  efforts that it accepts; any other becomes the nearest of them. Empty: it accepts any"""
     found = dict(given)
     switch = _switch(given)
     if switch is not None:

@@ -1,4 +1,4 @@
-"""Cache of token ids by text prefix: only new text is encoded.
+"""TokenCache: cache of token ids by parts of long texts, so that only new text is encoded.
 
 A long text is cut at places across which tokens cannot depend on each other, and its parts are cached. Cuts are found
 from the beginning, so texts with a common prefix share parts. A cut is allowed after an ASCII character that is no

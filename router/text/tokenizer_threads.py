@@ -1,4 +1,4 @@
-"""Thread pool for tokenization; short texts go first."""
+"""TokenizerThreads: thread pool for tokenization with a lane for short texts and one for long ones."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TokenizerThreads:
     async def run(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
         """Return the result of `call(*args)`, run on a thread; raise Overloaded if too much waits.
 
-        `size` is the number of characters to process. `of` is the size of the whole that the call is a part of; smaller
-        wholes go first."""
+        `size` is the number of characters to process. `of` is the size of the whole text that the call is a part of;
+        calls for smaller texts go first."""
         lane = self._short if size <= SHORT else self._long
         return await lane.run(partial(call, *args), size, max(size, of))
 

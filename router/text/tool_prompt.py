@@ -1,4 +1,4 @@
-"""Tool descriptions for models whose chat template has none: in the system message.
+"""Describes tools and calls in the prompt's text, for models whose chat template does not show them.
 
 Calls and results are in Hermes' format, in the text of their messages, unless the template shows them."""
 

@@ -1,4 +1,4 @@
-"""Text of one sequence from its tokens: detokenised, cut at stop strings, with log-probabilities."""
+"""Transcript: text of one sequence from its tokens: detokenised, cut at stop strings, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Parsed part of a text: reasoning, then text, then calls; empty parts mean nothing.
+    """Parsed part of a text: reasoning, then text, then calls; an empty part was not found.
 
     A call has at most one delta."""
 
@@ -73,8 +73,8 @@ class Piece:
     token_ids         tokens counted as completion, including the ending token
     stop_reason       stop string or stop token id that ended the text, or LIMIT; None for end-of-sequence and length
     closed            the grammar ended the text before max_tokens
-    reasoning, calls  parts that the parsers took out of the text
-    row               the same in order, if it differs from Found's order
+    reasoning, calls  parts that the parsers separated from the text
+    row               all parsed parts in their order; empty without parsers
     """
 
     text: str = ""
@@ -135,7 +135,7 @@ class Transcript:
         return piece
 
     def _plain(self, output: Output) -> Piece:
-        """Return the text of an Output that ends nothing and needs no stop strings: nearly every one."""
+        """Return the text of an Output without end, log-probabilities or stop strings, as nearly all are."""
         text = "".join(map(self._detokenizer.feed, output.token_ids))
         self._offset += len(text)
         self.completion_tokens += len(output.token_ids)

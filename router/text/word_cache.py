@@ -1,4 +1,4 @@
-"""Cache of token ids by word; a lookup takes a fifth of the time of encoding.
+"""WordCache: cache of token ids by word for short texts; a lookup takes a fifth of the time of encoding.
 
 Texts are cut as `token_cache` cuts long ones, at every allowed place, and for the same tokenizers: no token spans a
 cut. Text without such places is encoded whole. The cache's timing tells a client almost nothing about others' texts: a
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from kvferry.router.text.token_cache import Encode, around, cuts
 
 SPACE = re.compile(r" (?<=[!-~] )(?=[A-Za-z])", re.ASCII)
-"""Space behind an allowed cut (`token_cache.CUT`). The engine finds spaces quickly, and looks around only there."""
+"""Space after an allowed cut (`token_cache.CUT`). The regex engine finds spaces quickly and checks only those."""
 MOST_WORDS = 2**16
 """Largest number of cached words; beyond it the cache is cleared."""
 LONGEST = 32
@@ -32,7 +32,7 @@ class WordCache:
         self._encode, self._most = encode, most
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._known: dict[str, list[int]] = {}
-        """Ids by word without the space before it; a text's first word stands behind one."""
+        """Ids by word without the space before it; a text's first word is stored with one."""
 
     @property
     def apart(self) -> bool:

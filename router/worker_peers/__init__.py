@@ -1,1 +1,1 @@
-"""Communication between the router processes that share one port (`--workers`)."""
+"""Communication between the router processes that share one port (`--workers`), and their merged metrics."""

@@ -1,4 +1,4 @@
-"""Merged Prometheus exposition of several router processes, with a label for each process.
+"""Merges the Prometheus metrics of several router processes, with a label for each process.
 
 Samples are labelled rather than summed. A sum would fall when a process is replaced or is late, and Prometheus would
 take that for a counter reset."""
@@ -24,7 +24,7 @@ UP = "kvferry_worker_up"
 async def scraped(metrics: RouterMetrics, peers: WorkerPeers, viewer: str | None = None) -> bytes:
     """Return this process's answer to a scrape: its own metrics and those of its peers.
 
-    viewer: the tenant whose samples are shown among those of tenants, or an empty string; None: all of them."""
+    viewer: the only tenant whose samples are shown, or an empty string; None: those of all tenants are shown."""
     text = await _all(metrics, peers)
     if viewer is None:
         return text

@@ -1,6 +1,7 @@
-"""Questions and answers between the router processes of one port, over Unix sockets.
+"""WorkerPeers: calls between the router processes of one port, over Unix sockets.
 
-A question is a line of JSON with its name and arguments. The answer is everything until the end of the connection."""
+A question is a line of JSON with its name and arguments. The answer is everything until the connection ends, and
+ends with END."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of a request for a transcription or a translation."""
+"""Form fields of a transcription or translation request (except the file), and their form for the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes that pass audio to an engine which writes down, or translates, what is said."""
+"""Routes that transcribe or translate audio: check the file, send it to a node, and pass on the node's answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.router.tenants.scheduler_slots import Size
 
 EVENTS = "text/event-stream"
 TYPES = ("application/json", "text/plain")
-"""Content types of whole answers that are passed on as they are; others are bytes without a meaning."""
+"""Content types of whole answers that are passed on as they are; any other type becomes octet-stream."""
 BYTES_PER_TOKEN, OUTPUT_TOKENS = 640, 448
 """Bytes of audio that count as a token of the tenant's limits: 20 ms of speech at 16 kHz; and its expected output."""
 
@@ -99,19 +99,19 @@ class SpeechRoute(GenerationRoute[SpeechEndpoint]):
         if found not in SPEECH:
             raise InvalidRequest("file must be WAV, MP3, FLAC, Ogg, MP4 or WebM", param="file")
         if found == "audio/wav" and (fault := wav_fault(form.file)):
-            raise InvalidRequest(f"file is no usable WAV file: {fault}", param="file")
+            raise InvalidRequest(f"file is not a usable WAV file: {fault}", param="file")
         return SpeechRequest(self.endpoint.translate, body.fields(), form.filename, form.file, max(0.0, left_s))
 
 
 class SpeechAnswer:
-    """Answer of a node, passed on: events as they come, anything else as a whole."""
+    """Passes a node's answer on to the client: events as they come, anything else as a whole."""
 
     def __init__(self, responder: Responder, path: str) -> None:
         self._responder, self._path = responder, path
         self._kind, self._parts = "", list[bytes]()
 
     async def follow(self, pool: ServedModel, request: SpeechRequest, began: Any) -> None:
-        """Ask a node and pass on what it streams; `began` is called at its first bytes."""
+        """Send the request to a node and pass on its stream; `began` is called at its first bytes."""
         arrived: asyncio.Queue[SpeechPart | None] = asyncio.Queue()
 
         async def ask() -> None:

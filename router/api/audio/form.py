@@ -1,4 +1,4 @@
-"""Reading of a multipart form with one file, within bounds."""
+"""Bounded reader of a multipart form with one file, for the audio endpoints."""
 
 from __future__ import annotations
 

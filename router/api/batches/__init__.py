@@ -1,1 +1,1 @@
-"""Routes of the Files and Batch APIs."""
+"""OpenAI's Files and Batch APIs: their routes, over the storage and the runner in router.batch."""

@@ -1,4 +1,4 @@
-"""/v1/batches: asynchronous batches of requests from a file."""
+"""Routes /v1/batches: create, list, retrieve and cancel batches of requests from an uploaded file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/files: input and output files of batches."""
+"""Routes /v1/files: upload, list, fetch and delete batch input and output files, within a tenant's storage limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvferry.router.request_context import CALL, RequestContext
 UPLOADS, UPLOADS_PER_TENANT = 64, 8
 """Largest number of files uploaded at the same time, by all tenants and by one."""
 FRAMING_BYTES = 4096
-"""Bytes of an upload that need not be of the file: names and boundaries of the form."""
+"""Bytes of an upload besides the file: names and boundaries of the form."""
 MOST_LISTED = 10_000
 """Largest number of files on one page."""
 _UPLOAD = {
@@ -88,7 +88,7 @@ class Reservation:
         self._size += more
 
     def release(self) -> None:
-        """Give the bytes back."""
+        """Release the reserved bytes."""
         self._reserved[self._tenant] -= self._size
 
 

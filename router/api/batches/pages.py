@@ -1,4 +1,4 @@
-"""Pagination of lists in OpenAI's format."""
+"""Pagination by `limit` and `after` of the file and batch lists, in OpenAI's format."""
 
 from __future__ import annotations
 

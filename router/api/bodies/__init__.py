@@ -1,1 +1,1 @@
-"""Request bodies: reading, field groups, and their translation into work for a model."""
+"""Request bodies: reading and parsing, fields shared by endpoints, and translation into prompts and parameters."""

@@ -1,4 +1,4 @@
-"""Fields of a request that define a prompt made of messages."""
+"""Base of bodies whose prompt is a chat: template options, documents and tools, and their rendering."""
 
 from __future__ import annotations
 

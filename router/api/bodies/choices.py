@@ -1,4 +1,4 @@
-"""Body fields for the number and search of output sequences: n, best_of, beam search."""
+"""Body fields n, best_of and beam search, with the checks of which fields exclude each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Body of /v1/completions: texts to continue, or to fill in before a suffix."""
+"""Body of /v1/completions: texts or token ids to continue, or to fill in before a suffix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared field types and field groups of request bodies."""
+"""Field types with their bounds, and field groups (sampling, priority tier, stream options), for request bodies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_NAME = 256
 
 
 def _integral(value: Any) -> Any:
-    """Convert 40.0 to 40, which JSON does not tell apart."""
+    """Convert 40.0 to 40, since JSON does not distinguish them."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -130,7 +130,7 @@ Count = Annotated[Integer, Field(ge=0, le=MAX_COUNT)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-"""A token id that is the name of a field, and so a string."""
+"""A token id that is the name of a JSON field, and therefore arrives as a string."""
 Detokenized = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_DETOKENIZED), WrapValidator(_integers)]
 StopIds = Annotated[list[Number], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 AllowedIds = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
@@ -232,13 +232,13 @@ class TierFields(BaseModel):
 
     @property
     def is_patient(self) -> bool:
-        """Return whether nobody waits for the request (`flex`): its tenant's targets do not concern it."""
+        """Return whether nobody waits for the request (`flex`): its tenant's targets do not apply to it."""
         return self.service_tier == "flex"
 
     def tier_used(self, *, is_patient: bool) -> str:
         """Return the tier that serves the request: flex, priority or default.
 
-        is_patient: it yields to others, as a batch's rows do, so that it has no priority."""
+        is_patient: it yields to other requests, as batch rows do, so that it has no priority."""
         if self.service_tier == "priority" and is_patient:
             return "default"
         return self.service_tier if self.service_tier in TIER_PRIORITY else "default"

@@ -1,4 +1,4 @@
-"""Bodies of completion and chat requests: OpenAI's fields and vLLM's extensions.
+"""GenerationBody and ChatBody: fields of completion and chat requests, and the prompts and sampling made from them.
 
 Unknown fields are ignored. Each body class defines what differs between the APIs: its prompts, bounds and defaults."""
 
@@ -105,7 +105,7 @@ class GenerationBody(
         return None
 
     def named(self, error: InvalidRequest) -> InvalidRequest:
-        """Return an error about a chat's field under the name that the client's API has for it."""
+        """Return the error with the chat's field replaced by its name in the client's API."""
         return error
 
     def marks_texts(self) -> bool:

@@ -1,4 +1,4 @@
-"""Parsing and grammar of a chat's output: reasoning, tool calls and the requested format together."""
+"""Parser and grammar of one chat's output, combining reasoning, tool calls and the requested format."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def bounded(
 ) -> Asked | None:
     """Return the grammar for this prompt's output: tool calls, the requested format, or either.
 
-    `asked` is the grammar of a text answer. `continued`: the prompt ends within a text answer. `budget`: most tokens of
-    reasoning, for a model whose reasoning `limits_reasoning`. Raises InvalidRequest."""
+    `asked` is the grammar of a text answer. `continued`: the prompt ends within a text answer. `budget`: maximum
+    tokens of reasoning, for a model whose reasoning `limits_reasoning`. Raises InvalidRequest."""
     thinking = None if continued else text.thinking
     opened, budget = Parsing(thinking).opened(text.tokenizer, prompt), None if continued else budget
     try:
@@ -131,6 +131,6 @@ def lark_answer(asked: Grammar) -> str | None:
 
 
 def _speller(text: TextModel, markers: Iterable[str] = MARKERS) -> Callable[[str], str]:
-    """Return what spells a text in Lark, with the tokens that stand in it."""
+    """Return a function that writes a text in Lark, with special tokens where the text has them."""
     tokens = {**marker_ids(text.tokenizer, markers), **tokens_in(text.tokenizer, marks_of(text.dialect, text.thinking))}
     return partial(lark.spelled, tokens, ends=text.facts.eos_token_ids)

@@ -1,4 +1,4 @@
-"""Pacing of large-body parsing, so that it does not block the event loop for other requests."""
+"""ParsePacing: delays the parsing of large request bodies, so that it takes a small share of the event loop's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.protocol.errors import Overloaded
 LONG_BYTES, LONG_S = 64 * 1024, 0.006
 """Bodies with fewer bytes or a lower cost in seconds are parsed at once."""
 SHARE = 0.05
-"""Fraction of the event loop's time for long bodies while others wait, so that few requests are delayed by one."""
+"""Fraction of the event loop's time for long bodies while other requests wait, so that few are delayed by one."""
 CREDIT_S = 0.2
 """Parsing time available at once after a pause, in seconds."""
 PATIENCE_S = 10.0
@@ -17,7 +17,7 @@ PATIENCE_S = 10.0
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
 COUNTED = 2**16
-"""Bytes of a body that are counted before the event loop goes on."""
+"""Bytes of a body that are counted before the event loop runs other work."""
 _MARKS = b",{["
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
 
@@ -34,10 +34,10 @@ async def measured_s(data: bytes) -> float:
 
 
 async def counted(data: bytes) -> tuple[int, int, int]:
-    """Return how often `,`, `{` and `[` are in a long body; the event loop goes on meanwhile.
+    """Return how often `,`, `{` and `[` are in a long body; the event loop runs other work in between.
 
-    The data of an image have none of them, which a search tells in a tenth of the time. Elsewhere, taking out all other
-    bytes at once takes half the time of counting these three."""
+    The data of an image have none of them, which a search finds out in a tenth of the time. Elsewhere, removing all
+    other bytes first takes half the time of counting these three in the text."""
     found = [0, 0, 0]
     for at in range(0, len(data), COUNTED):
         if any(data.find(mark, at, at + COUNTED) >= 0 for mark in _MARKS):

@@ -1,4 +1,4 @@
-"""Reading and parsing of request bodies within a memory bound."""
+"""BodyReader: reads request bodies within a memory bound; `parsed` and `build` validate their JSON."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class BodyReader:
 
 
 def _source(scope: Scope) -> str:
-    """Return whose bytes a request's are: its tenant, or its address where clients need no key."""
+    """Return the source that a request's bytes count for: its tenant, or its address if clients need no key."""
     tenant: str = scope[CALL].tenant
     return tenant or (scope.get("client") or ("",))[0]
 
@@ -128,7 +128,7 @@ def parse(kind: type[Body], data: bytes) -> Body:
 
 
 async def parsed(kind: type[Body], data: bytes) -> Body:
-    """Parse a JSON body as `parse` does; a long one in slices, between which other requests go on."""
+    """Parse a JSON body as `parse` does; a long one in slices, between which other requests run."""
     if len(data) < LONG_BYTES:
         return parse(kind, data)
     values, objects, lists = await counted(data)

@@ -1,4 +1,4 @@
-"""Body fields for reasoning."""
+"""Body fields that hide a model's reasoning in the answer or bound its tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReasoningFields(BaseModel):
     thinking_token_budget: Annotated[Integer, Field(ge=0, le=MAX_COUNT)] | None = None
 
     def reasoning_budget(self, text: TextModel) -> int | None:
-        """Return the most tokens of reasoning, or None; raise InvalidRequest if nothing can end this model's."""
+        """Return the maximum tokens of reasoning, or None; raise InvalidRequest if no token ends this model's."""
         budget = self.thinking_token_budget
         if budget is not None and not limits_reasoning(text):
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Base of all request bodies."""
+"""RequestBody: base model of all request bodies, with the model's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Body fields that name a session, and say how long its prompt shall stay cached."""
+"""Body fields that name a session (prompt_cache_key), and how long its prompt should stay cached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SessionFields(BaseModel):
     prompt_cache_retention: Annotated[Retention, told("must be in_memory, 5m, 1h or 24h")] | None = None
 
     def in_session(self, spec: RequestSpec) -> RequestSpec:
-        """Return the request with the session of its call, and the time for which its prompt shall stay cached."""
+        """Return the request with the session of its call, and the time for which its prompt should stay cached."""
         asked, session = self.prompt_cache_retention, spec.call.session
         retention = asked if asked in ("1h", "24h") else ""
         return replaced(spec, session=session, retention=retention) if session or retention else spec

@@ -1,4 +1,4 @@
-"""JSON of many values, parsed in slices of bounded time, between which the event loop goes on.
+"""SlicedJson: parses large JSON in slices of bounded time, between which the event loop runs other work.
 
 The library parses a text as a whole and holds the interpreter meanwhile: 0.2 s for a million numbers. Here large lists
 and objects are cut at their commas into texts of WINDOW bytes, each of which the library parses."""
@@ -18,22 +18,22 @@ WINDOW = 16 * 1024
 PLAIN = 64 * 1024
 """Bytes of a string that are searched for an escape or its end, or checked, in one step.
 
-Larger pieces would be pages that the allocator gives back to the system, and gets anew, for each of them."""
+Larger pieces would be memory pages that the allocator returns to the system and requests again for each piece."""
 SLICE_S = 0.0003
-"""Time after which the event loop goes on, in seconds.
+"""Time after which the event loop runs other work, in seconds.
 
-A short request takes tens of turns of the loop, and waits for as many slices of a body that is parsed meanwhile."""
+A short request takes tens of turns of the loop, and waits for one slice of a large body in each of them."""
 MAX_FIELDS = 2**17
-"""Most fields of an object, checked for each slice: a larger one would be rebuilt for 0.03 s when it grows."""
+"""Maximum number of fields of an object: a larger dict would take 0.03 s to rebuild when it grows."""
 MAX_DEPTH = 200
-"""Deepest nesting, that of the library."""
+"""Maximum nesting depth, the same as the library's."""
 _NESTED = 6
 """Nesting of values that are found in one step."""
 
 _STRING = rb'"(?:[^"]*+(?<!\\)"|(?=[^"]*+")(?:[^"\\]++|\\.)*+")'
-"""A quote ends a string if nothing escapes it, and that it follows no backslash is found six times as fast.
+"""A quote ends a string unless it is escaped; checking first for a quote after no backslash is six times as fast.
 
-So is that the window holds no quote."""
+The lookahead likewise rejects a window without a quote early."""
 _WITHIN = rb'(?:[^"\[\]{}]++|' + _STRING + rb")*+"
 for _ in range(_NESTED):
     _WITHIN = rb'(?:[^"\[\]{}]++|' + _STRING + rb"|[\[{]" + _WITHIN + rb"[\]}])*+"
@@ -47,7 +47,7 @@ _SPACE = re.compile(rb"[ \t\r\n]*+")
 _INT = frozenset((int,))
 
 Steps = Generator[None, None, tuple[Any, int]]
-"""Steps of parsing a value; they return it and the place behind it."""
+"""Steps of parsing a value; they return it and the place after it."""
 
 
 class TooManyFields(ValueError):
@@ -59,20 +59,20 @@ class TooManyObjects(ValueError):
 
 
 class Numbers(list[Any]):
-    """A long list of a JSON text whose items are all integers, none of them a boolean: nobody need look again."""
+    """A long list of a JSON text whose items are all integers, none a boolean, so that they need no further check."""
 
 
 class SlicedJson:
     """Parser of one text; `objects` counts its lists and objects, up to just above `most`.
 
-    Raises TooManyObjects if it holds more, TooManyFields, and ValueError if it is no JSON."""
+    Raises TooManyObjects if it holds more, TooManyFields, and ValueError if it is not JSON."""
 
     def __init__(self, data: bytes, most: int) -> None:
         self._data, self._most = data, most
         self.objects = 0
 
     async def value(self) -> Any:
-        """Return the text's value; let the event loop go on now and then."""
+        """Return the text's value; let the event loop run other work every SLICE_S."""
         steps, until = self._whole(), time.perf_counter() + SLICE_S
         while True:
             try:
@@ -119,7 +119,7 @@ class SlicedJson:
         return at if self._data.find(b"\\", at, quote) >= 0 else max(at, quote)
 
     def _joined(self, at: int, end: int) -> Generator[None, None, str]:
-        """Parse a string in which nothing is escaped, in pieces; those of ASCII are only checked, and read at once."""
+        """Parse a string in which nothing is escaped, in pieces; ASCII pieces at its start are only checked."""
         begun, pieces = at, list[str]()
         while at < end:
             to = min(at + PLAIN, end)
@@ -176,9 +176,9 @@ class SlicedJson:
             yield
 
     def _some(self, at: int, opens: bytes, closes: bytes, *, bare: bool) -> tuple[Any, int, bool]:
-        """Return the next items of a list or object, the place behind them, and whether they are its last.
+        """Return the next items of a list or object, the place after them, and whether they are its last.
 
-        The place is `at` if the next item is too long for a slice. bare: nothing came before, so none need follow."""
+        The place is `at` if the next item is too long for a slice. bare: no item came before, so it may be empty."""
         end = self._end(_SEVERAL, at)
         if end > at:
             return self._parsed(at, end - 1, opens, closes), end, False
@@ -190,7 +190,7 @@ class SlicedJson:
         return self._parsed(at, end, opens, closes), end + 1, True
 
     def _behind(self, at: int, closes: bytes) -> tuple[int, bool]:
-        """Return the place behind what follows a value, and whether the list or object ends there."""
+        """Return the place after the `,` or bracket that follows a value, and whether the list or object ends there."""
         at = self._space(at)
         follows = self._data[at : at + 1]
         if follows not in (b",", closes):
@@ -218,7 +218,7 @@ class SlicedJson:
         return found.end()
 
     def _space(self, at: int) -> int:
-        """Return the place behind white space."""
+        """Return the place after white space."""
         while (end := self._end(_SPACE, at)) == at + WINDOW:
             at = end
         return end

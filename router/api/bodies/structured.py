@@ -1,4 +1,4 @@
-"""Structured-output fields of OpenAI, vLLM and llama.cpp.
+"""Body fields for structured output, in the forms of OpenAI, vLLM and llama.cpp, and the grammar they define.
 
 OpenAI's response_format, vLLM's structured_outputs and its older guided_* names, llama.cpp's json_schema and grammar. A
 request may have one of them."""
@@ -82,7 +82,7 @@ def format_grammar(value: Mapping[str, Any] | None, param: str) -> Grammar | Non
     kind = "text" if value is None else value.get("type", "text")
     if value is None or kind == "text":
         return None
-    if kind == "json_object":  # llama.cpp and others take a schema with it
+    if kind == "json_object":  # llama.cpp and other servers accept a schema with it
         return Grammar("json_object", "") if value.get("schema") is None else _schema(value, param)
     if kind == "json_schema":
         inner = value.get("json_schema", value)

@@ -1,4 +1,4 @@
-"""Images in results of tools, which most chat templates take from users only: they go into the message behind."""
+"""Replaces images in tool results by a note; the Messages and Responses APIs move them to the next user message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SEE_NEXT = "(image: see the next message)"
-"""What stands in a tool's result in place of an image."""
+"""Text that replaces an image in a tool's result."""
 
 Part = Mapping[str, Any]
 """Content part of a chat: a text or an image."""

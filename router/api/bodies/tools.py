@@ -1,4 +1,4 @@
-"""Body fields for tools and tool_choice."""
+"""Body fields for tools, tool_choice and their older names; ToolUse, the tools that one request may call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base for requests of other APIs that are translated into a chat, with errors in those APIs' terms."""
+"""TranslatedChat: base of chats made from Messages or Responses requests, with errors in those APIs' field names."""
 
 from __future__ import annotations
 

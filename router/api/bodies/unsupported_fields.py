@@ -1,4 +1,4 @@
-"""Fields that are declared but unsupported: rejected by name where ignoring them would change the answer."""
+"""Body fields that are rejected by name, because ignoring them would change the answer."""
 
 from __future__ import annotations
 

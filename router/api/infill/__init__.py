@@ -1,1 +1,1 @@
-"""The /infill route, in the words of llama.cpp's server."""
+"""POST /infill: fill-in-the-middle in the format of llama.cpp's server."""

@@ -1,4 +1,4 @@
-"""Answers of /infill: an object or events in the shape of llama.cpp's server."""
+"""InfillAnswer: answer of /infill in llama.cpp's format, as one object or a stream of events."""
 
 from __future__ import annotations
 

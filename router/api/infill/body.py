@@ -1,4 +1,4 @@
-"""Body of /infill, with the names of llama.cpp's server."""
+"""Body of POST /infill, with llama.cpp's field names, and its fill-in-the-middle prompt."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API."""
+"""Anthropic's Messages API: body, translation into a chat, answers and errors."""

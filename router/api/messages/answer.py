@@ -1,4 +1,4 @@
-"""Answers of /v1/messages: a message of content blocks, or the events that build it."""
+"""MessageAnswer: answer of /v1/messages, as a message of content blocks or as the events that build it."""
 
 from __future__ import annotations
 

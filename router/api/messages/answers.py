@@ -1,4 +1,4 @@
-"""Response schemas of /v1/messages, for documentation and tests."""
+"""Pydantic models of the /v1/messages responses and errors, for the OpenAPI description and tests."""
 
 from __future__ import annotations
 

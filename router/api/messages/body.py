@@ -1,4 +1,4 @@
-"""Body of POST /v1/messages; unknown fields are ignored."""
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens; unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CountBody(RequestBody):
     cache_control: CacheControl | None = None
 
     def longest_ttl(self) -> str | None:
-        """Return the longest time for which a part of the prompt shall stay cached; None if none says it."""
+        """Return the longest time for which a part of the prompt should stay cached; None if no part has one."""
         contents = [self.system, *(turn.content for turn in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
         marks = [self.cache_control, *(tool.cache_control for tool in self.tools or ())]

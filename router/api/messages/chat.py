@@ -1,4 +1,4 @@
-"""Translation of a Messages API request into a chat."""
+"""Translates a Messages API request into a chat: turns, tool results, images, thinking and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in the Messages API's format."""
+"""Translates an error into the Messages API's error object; Claude Code reads its context-length messages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def message_error(error: KvferryError) -> dict[str, Any]:
 def _message(error: KvferryError) -> str:
     """Return the message, which names the field.
 
-    For a full context it begins with the words of Anthropic's API: Claude Code reads the numbers, and asks for fewer
-    tokens or shortens the conversation."""
+    For a full context it begins as in Anthropic's API: Claude Code reads the numbers, and then asks for fewer tokens
+    or shortens the conversation."""
     if not isinstance(error, ContextLengthExceeded):
         named = not error.param or error.param in error.message
         return error.message if named else f"{error.param}: {error.message}"

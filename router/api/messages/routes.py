@@ -1,4 +1,4 @@
-"""POST /v1/messages/count_tokens: the number of tokens of a prompt."""
+"""Route POST /v1/messages/count_tokens, which counts the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
 async def count_tokens(pools: ServedModels, data: bytes, call: RequestContext) -> dict[str, int]:
     """Count the tokens of the prompt that these messages form; raise InvalidRequest.
 
-    Those of images are an engine's to count, which makes the prompt for it."""
+    A prompt with images is made by an engine, which then counts their tokens."""
     body = await parsed(CountBody, data)
     pool = pools.pool(body.model)
     asked = chat(body)

@@ -1,1 +1,1 @@
-"""Pooling endpoints: embeddings, scores, reranking and classification."""
+"""Pooling endpoints, which return vectors or scores instead of text: embeddings, scores, reranking, classification."""

@@ -1,4 +1,4 @@
-"""Response schemas of the pooling endpoints, for documentation and tests."""
+"""Pydantic models of the pooling endpoints' responses, for the OpenAPI description and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Body fields that the pooling endpoints share."""
+"""Body fields that the pooling endpoints share: truncation, cache salt, and inputs as texts or token ids."""
 
 from __future__ import annotations
 

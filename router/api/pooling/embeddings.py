@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: embedding vectors of texts."""
+"""POST /v1/embeddings: its body, and the embedding vectors of texts as numbers or base64."""
 
 from __future__ import annotations
 

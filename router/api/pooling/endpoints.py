@@ -1,4 +1,4 @@
-"""Routes of the pooling endpoints."""
+"""Table of the pooling endpoints (embeddings, score, rerank, classify), and the route that serves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooling results of several prompts, collected in order."""
+"""PoolingOutputs: runs a request's prompts on nodes and collects their vectors in order; also encodes the prompts."""
 
 from __future__ import annotations
 

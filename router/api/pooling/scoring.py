@@ -1,4 +1,4 @@
-"""POST /v1/score, /v1/rerank and /v1/classify, in the formats of vLLM, Jina and Cohere.
+"""Scores, reranks and classifies texts for /v1/score, /v1/rerank and /v1/classify, as vLLM, Jina and Cohere do.
 
 A model with a cross-encoder head scores texts in pairs. Other models use the cosine of the texts' embeddings, and each
 text is embedded once."""

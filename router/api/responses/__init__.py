@@ -1,1 +1,1 @@
-"""OpenAI's Responses API with stored responses."""
+"""OpenAI's Responses API, with stored, background and resumable responses."""

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a response object, or the events that build it."""
+"""ResponseAnswer: answer of /v1/responses, as a response object or as the events that build it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class ResponseAnswer(Answer):
         return said + self._event("response.output_item.done", output_index=part.index, item=self._item(part, status))
 
     def _text(self, part: Part, text: str) -> bytes:
-        """Return a delta of plain text, filled into a template whose sequence number stands at the end."""
+        """Return a delta of plain text, filled into a template, with its sequence number at the end."""
         if self._plain is None or self._plain[0] is not part:
             name = "response.output_text.delta"
             delta = {"type": name, **self._at(part), "content_index": 0, "logprobs": [], "delta": TextEvent.SLOT}

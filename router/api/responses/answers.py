@@ -1,4 +1,4 @@
-"""Response schemas of /v1/responses, for documentation and tests."""
+"""Pydantic models of the /v1/responses responses, for the OpenAPI description and tests."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def response_of(item_id: str) -> tuple[str, bool, int] | None:
 def messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
     """Return the items as a chat; an assistant's consecutive reasoning, text and calls form one message."""
     chat: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    images: list[Part] = []  # of results, for the user's message behind them
+    images: list[Part] = []  # images of tool results, for the next user message
     for item in items:
         match item["type"]:
             case "function_call_output" | "custom_tool_call_output":

@@ -1,4 +1,4 @@
-"""Translation of a Responses API request into a chat, and the fields that its response repeats."""
+"""ResponsesRequest: one Responses API request, its translation into a chat, and the fields its response repeats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ResponsesChat(TranslatedChat):
 
     @property
     def is_patient(self) -> bool:
-        """Return whether nobody waits for the response: it is generated in the background, or of the tier flex."""
+        """Return whether nobody waits for the response: it is generated in the background, or its tier is flex."""
         return bool(self.asked.body.background) or super().is_patient
 
 

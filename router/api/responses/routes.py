@@ -1,4 +1,4 @@
-"""Routes that fetch, cancel and delete stored responses."""
+"""Routes that fetch, cancel and delete stored responses, and list their input items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored responses: continued, fetched and deleted by their tenant."""
+"""StoredResponses: stores, fetches and deletes a tenant's responses, and resolves the earlier items a request names."""
 
 from __future__ import annotations
 

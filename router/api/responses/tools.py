@@ -1,4 +1,4 @@
-"""Tools of a Responses API request as functions of a chat, and their names in its answer.
+"""Translates tools of a Responses API request into chat functions, and their names back in the answer.
 
 A namespace's tools become functions named `namespace__name`. A custom tool, whose input is free text, becomes a
 function with one string; the model reads the grammar of its input in the description."""
@@ -44,7 +44,7 @@ def qualified(name: str, namespace: str | None) -> str:
 
 
 def client_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
-    """Return the tools in the order of the request; raise InvalidRequest for those that only another server runs."""
+    """Return the tools in the order of the request; raise InvalidRequest for tools that would run on the server."""
     found: dict[str, ClientTool] = {}
     for place, tool in enumerate(given or ()):
         for each in _inside(tool, f"tools[{place}]"):
@@ -58,7 +58,7 @@ def client_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
 
 
 def input_of(arguments: str) -> str:
-    """Return a custom tool's input from the arguments of its call; a cut call has what its text holds so far."""
+    """Return a custom tool's input from the arguments of its call; of a call that was cut off, its text."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`truncation: auto`: drops the oldest turns of a conversation that exceeds the context."""
+"""Implements `truncation: auto`: drops the oldest turns of a conversation that exceeds the context."""
 
 from __future__ import annotations
 

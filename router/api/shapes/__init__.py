@@ -1,1 +1,1 @@
-"""Answer formats of generations, shared by chat and completions."""
+"""Answer formats of generations: chat and completions, and the ordered parts that answers of other APIs consist of."""

@@ -1,4 +1,4 @@
-"""Answer format of /v1/chat/completions: messages and deltas; a stream opens each choice with its role."""
+"""ChatShape: format of /v1/chat/completions choices, as messages or deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of chat and completions: SSE chunks that end with [DONE], or a whole body.
+"""ChunkAnswer: answers of chat and completions, as SSE chunks that end with [DONE] or as a whole body.
 
 A Shape formats the choices in them."""
 
@@ -46,7 +46,7 @@ class ChunkAnswer(Answer):
         self._ids = bool(body.return_token_ids)
         self._only_text = not (self._running_usage or self._ids)
         self._plain: dict[int, TextEvent | None] = {}
-        """Templates of the choices that have begun; None: nothing has needed one."""
+        """Event templates of the choices that have begun; None until one is needed."""
         self._collected = [] if self.streams else [Collected() for _ in generation.choices]
 
     def events(self, choice: Choice, piece: Piece) -> bytes:

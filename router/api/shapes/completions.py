@@ -1,4 +1,4 @@
-"""Answer format of /v1/completions: texts with legacy log-probabilities; with echo, after their prompt."""
+"""CompletionShape: format of /v1/completions choices, with legacy log-probabilities and echoed prompts."""
 
 from __future__ import annotations
 

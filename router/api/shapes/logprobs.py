@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of chat, legacy completions and vLLM's prompt_logprobs."""
+"""LogprobWriter: log-probabilities in the formats of chat, legacy completions and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 

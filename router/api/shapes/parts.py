@@ -1,4 +1,4 @@
-"""Parts of an answer in order: reasoning, text and tool calls.
+"""Splits an answer into ordered parts (reasoning, text, tool calls) for the Responses and Messages APIs.
 
 The formats of responses and messages name the part that each event belongs to. They are written in steps: a part opens,
 grows and ends before the next one opens."""
@@ -42,7 +42,7 @@ class Part:
         self._texts.append(text)
 
     def arguments(self) -> dict[str, Any]:
-        """Return a call's arguments; empty if the text is no JSON object, as in a truncated call."""
+        """Return a call's arguments; empty if the text is not a JSON object, as in a truncated call."""
         try:
             found = json.loads(self.text or "{}")
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Interface of answer formats: a choice in chunks and in whole answers.
+"""Shape: base class of the chat and completions answer formats, which format one choice in chunks and whole bodies.
 
 Chat and completions implement it; `ChunkAnswer` uses it."""
 

@@ -1,4 +1,4 @@
-"""Registry of tool-call formats, and detection of a model's format from its chat template."""
+"""Tables of tool-call and reasoning formats, and the choice of a model's format (Dialect) by option or template."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def marker_ids(tokenizer: TextTokenizer, markers: Iterable[str] = MARKERS) -> di
 
 @cache
 def tokens_in(tokenizer: TextTokenizer, marks: tuple[str, ...]) -> dict[str, int]:
-    """Return the added tokens that stand within these texts of a syntax."""
+    """Return the added tokens that occur within these texts of a syntax."""
     added = tokenizer.library.get_added_tokens_decoder()
     texts = {each.content: index for index, each in added.items() if each.content.strip()}
     return {text: index for text, index in texts.items() if any(text in mark for mark in marks)}
 
 
 def shown(tokenizer: TextTokenizer, options: TextOptions, marks: tuple[str, ...], *, channels: bool) -> dict[int, str]:
-    """Return the special tokens to show because the parsers must see them; marks: texts in which they may stand."""
+    """Return the special tokens to show because the parsers must see them; marks: texts that may contain them."""
     if channels:
         return harmony.marks(tokenizer)
     if not options.skip_special_tokens:
@@ -86,8 +86,8 @@ class Dialect:
     """Tool-call dialect of a model.
 
     family  DERIVED, or the family of a parser that is written by hand
-    own     its template shows tools, calls and results; otherwise `tool_prompt` shows those that it does not
-    syntax  what its template revealed, of the family DERIVED"""
+    own     its template shows tools, calls and results; otherwise `tool_prompt` shows those that are missing
+    syntax  syntax that its template revealed, if the family is DERIVED"""
 
     family: str
     own: bool
@@ -100,7 +100,7 @@ class Dialect:
 
     @property
     def parser(self) -> Callable[..., CallParser] | None:
-        """Return what makes parsers; None if the parser of channels also reads calls."""
+        """Return the constructor of parsers; None if the parser of channels also reads calls."""
         if self.family == OPENAI:
             return None
         if self.syntax is not None:
@@ -114,7 +114,7 @@ class Dialect:
 
     @property
     def writer(self) -> Writer:
-        """Return what writes the calls of a grammar."""
+        """Return the function that builds the grammar of calls."""
         return WRITERS[self.family] if self.syntax is None else partial(calls, self.syntax)
 
     @property
@@ -221,7 +221,7 @@ def _detected(template: str) -> str | None:
 
 
 def check_channels(text: TextTokenizer, calls: Dialect | None, thoughts: Thinking | None) -> None:
-    """Raise ConfigError if channels cannot be told from text, or if only one parser reads them."""
+    """Raise ConfigError if channels cannot be distinguished from text, or if only one parser reads them."""
     if not has_channels(calls, thoughts):
         return
     if (calls is not None and calls.family != OPENAI) or thoughts not in (None, REASONING["openai_gptoss"]):

@@ -1,4 +1,4 @@
-"""Call syntax of the families whose parsers are written by hand, for grammars."""
+"""Call syntax of the hand-written parser families (hermes, llama3_json, mistral, pythonic), for grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parser for gpt-oss outputs in OpenAI's harmony format.
+"""HarmonyParser: parser for gpt-oss outputs in OpenAI's harmony format.
 
   <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
   <|constrain|>json<|message|>{...}<|call|>

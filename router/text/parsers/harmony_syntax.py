@@ -1,4 +1,4 @@
-"""Grammar of harmony outputs with tools or a structured answer."""
+"""Builds the Lark grammar of harmony (gpt-oss) outputs with tools or a structured answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def grammar(
     forced  there must be a call; otherwise the answer may be text
     lead    the message that the prompt has begun
     answer  Lark text of a structured answer; text before calls is then not allowed
-    budget  most tokens of reasoning, which is then one message at most, before the rest
+    budget  maximum tokens of reasoning, which is then at most one message before the rest
     """
     rules = Rules(spell)
     free = rules.any()

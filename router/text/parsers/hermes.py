@@ -1,4 +1,4 @@
-"""Parser for Hermes and Qwen calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Parsers for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), and a base for JSON calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental parser of JSON calls: an object with a name and arguments."""
+"""Incremental parser of a JSON call (object with name and arguments), and of the end of a JSON value."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class CallObject:
 
     @property
     def broken(self) -> bool:
-        """Return whether the object is no valid call."""
+        """Return whether the object is invalid as a call."""
         return self._state == "broken"
 
     @property

@@ -1,6 +1,6 @@
-"""Syntaxes of models whose chat templates show tools but never a call, so that nothing can be derived from them.
+"""Tool-call syntaxes of models whose templates show tools but no calls, so that nothing can be derived from them.
 
-HERMES is also what prompts ask of models whose templates know no tools."""
+HERMES is also the syntax that `tool_prompt` requests from models whose templates do not show tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interface and shared code of output parsers: text, reasoning and tool calls."""
+"""CallParser: base of the tool-call parsers, which passes text through until a marker opens a call; Parser protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Parser(Protocol):
         """Parse more text and return what was found."""
 
     def finish(self, *, is_whole: bool = False) -> Found:
-        """End the text and return the rest. is_whole: the model ended it, so that a call that is open is malformed."""
+        """End the text and return the rest. is_whole: the model itself ended it, so that an open call is malformed."""
 
 
 class ReadCall(Protocol):
@@ -51,7 +51,7 @@ def new_id(length: int = 0) -> str:
 
 
 def derived_id(like: str, request: str, index: int) -> str:
-    """Return the id of a request's call number `index`, of the form of `like`: the same wherever it is parsed."""
+    """Return the id of a request's call number `index`, in the form of `like`, the same in every router."""
     prefix = "call_" if like.startswith("call_") else ""
     drawn = hashlib.blake2b(f"{request}:{index}".encode()).digest()
     return prefix + "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in drawn[: len(like) - len(prefix)])

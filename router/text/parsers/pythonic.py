@@ -136,7 +136,7 @@ def arguments_of(source: str, name: str) -> str | None:
 
 
 def _key(name: Any) -> str:
-    """Return a name; raise ValueError for `**` and for dictionary keys that are no text."""
+    """Return a name; raise ValueError for `**` and for dictionary keys that are not text."""
     if not isinstance(name, str):
         raise ValueError("no name")
     return name

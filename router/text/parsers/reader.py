@@ -1,4 +1,4 @@
-"""Incremental reader that splits a whole output into reasoning, text and tool calls."""
+"""Turn: splits an output into reasoning, text and tool calls with two parsers; Reader, the protocol for that."""
 
 from __future__ import annotations
 

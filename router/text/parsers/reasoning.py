@@ -1,4 +1,4 @@
-"""Extraction of reasoning from an output, before the tool-call parsers."""
+"""ReasoningParser: separates reasoning at the beginning of an output, before the tool-call parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collector of Lark rules for grammars of outputs."""
+"""Rules: collects the Lark rules of an output grammar, and returns expressions for text, tokens and alternatives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rules:
         self.spell = spell
         self.lines: list[str] = []
         self.literal: str | None = None
-        """Rule of any value in a derived syntax, once there is one."""
+        """Name of the rule for any value in a derived syntax, once it exists."""
 
     def rule(self, body: str, options: str = "") -> str:
         """Add a rule and return its name."""
@@ -36,7 +36,7 @@ class Rules:
         return self.terminal(_ANY)
 
     def at_most(self, tokens: int) -> str:
-        """Return an expression for free text of at most so many tokens."""
+        """Return an expression for free text of at most `tokens` tokens."""
         return self.rule(self.any(), f"[max_tokens={tokens}]")
 
     def terminal(self, body: str) -> str:

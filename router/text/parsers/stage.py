@@ -1,4 +1,4 @@
-"""Parsing of streamed output text into answer text, reasoning and tool calls, as tokens arrive."""
+"""Stage: parses a sequence's text into answer text, reasoning and tool calls as tokens arrive; Parsing, its options."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PLAIN = Parsing()
 class Stage:
     """Transcript with parsers: takes Outputs and returns parsed Pieces.
 
-    Every token up to the end mark counts as reasoning. name: of the sequence; ids of its calls follow from it."""
+    Every token up to the end mark counts as reasoning. name: the sequence's, from which its calls' ids are derived."""
 
     def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader, name: str = "") -> None:
         self._transcript, self._name = transcript, name

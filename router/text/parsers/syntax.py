@@ -1,7 +1,7 @@
-"""Lark grammar for outputs with tools: a call that begins is always well formed.
+"""Builds the Lark grammar of outputs with tools in any call syntax: free text, reasoning and well-formed calls.
 
 Each family has its own call format. The parts around calls are common: reasoning, free text, one call or more. Markers
-in the vocabulary stand for their tokens."""
+that are in the vocabulary are matched as their tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.router.text.parsers.thought_grammar import thought
 from kvferry.structured_output import lark
 
 _VALUES = frozenset(("enum", "const", "default", "examples"))
-"""JSON schema keywords whose values are no schemas."""
+"""JSON schema keywords whose values are not schemas."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 """JSON schema keywords whose values map names to schemas."""
 _OPEN = frozenset(
@@ -81,7 +81,7 @@ def grammar(
     led       text must begin with hermes.REPLY (see `tool_prompt`)
     thinking  reasoning that may come first; `opened`: it has begun
     answer    Lark text of a structured answer
-    budget    most tokens of reasoning
+    budget    maximum tokens of reasoning
     """
     rules = Rules(spell)
     calls = writer(rules, tools)
@@ -111,7 +111,7 @@ def _lazy(rules: Rules, head: str) -> str:
 
 
 def ordered(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Return an expression for parts in this order, those that are not required left out at will.
+    """Return an expression for parts in this order, of which those that are not required may be left out.
 
     parts: each part's expression, and whether it is required. separator: Lark text; empty: there is none."""
     if not separator:
@@ -127,7 +127,7 @@ def ordered(rules: Rules, parts: Sequence[tuple[str, bool]], separator: str) -> 
 
 
 def closed(schema: Any) -> Any:
-    """Return the schema with objects limited to the properties they list, unless they allow others."""
+    """Return the schema with objects limited to the properties they list, unless they allow further ones."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Grammar of the reasoning before an answer, with an optional budget of tokens."""
+"""Builds the Lark grammar of reasoning before an answer, with an optional token budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def can_limit(thinking: Thinking, spell: Spell) -> bool:
 def thought(rules: Rules, thinking: Thinking | None, opened: bool, budget: int | None = None) -> str:
     """Return an expression for optional reasoning, or for reasoning that has begun and must end.
 
-    budget: most tokens before the end mark; the mark must be a token (`can_limit`)."""
+    budget: maximum tokens before the end mark; the mark must be a token (`can_limit`)."""
     if thinking is None:
         return ""
     gap = rules.terminal(_GAP)

@@ -1,4 +1,4 @@
-"""Derivation of the form of arguments that are no JSON object, from calls with none, one and two of them."""
+"""Derives how a template writes call arguments that are not a JSON object, from calls with zero to two of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.router.text.parsers.derived.syntax import KEY, Arguments
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a template wrote for the probes."""
+    """Texts that a template wrote, by probe."""
 
     turns: Mapping[str, str]
 
@@ -37,7 +37,7 @@ class _Parts:
 
 
 def derived_arguments(written: Written) -> Arguments | None:
-    """Return how arguments are written; None if it cannot be told."""
+    """Return how arguments are written; None if that cannot be derived."""
     texts, text = _parts(written, "two", KEYS, TEXTS), _parts(written, "one", KEYS[:1], TEXTS[:1])
     numbers = _parts(written, "counts", COUNTS, tuple(map(str, NUMBERS)))
     number = _parts(written, "count", COUNTS[:1], tuple(map(str, NUMBERS[:1])))
@@ -55,7 +55,7 @@ def derived_arguments(written: Written) -> Arguments | None:
     if after_text + separator + before_key != texts.between:
         return None
     lead = len(opening[len(opening) - shared_end(opening, after_text, after_other) :].lstrip(">\"')} \n"))
-    if lead and not separator and (mark := opening[-lead:]).strip():  # it begins each key rather than ends each value
+    if lead and not separator and (mark := opening[-lead:]).strip():  # it begins each key instead of ending each value
         opening, before_key = opening[:-lead], mark + before_key
         after_text, after_other = after_text[:-lead], after_other[:-lead]
     form = Arguments(opening, before_key, texts.middle, numbers.middle, after_text, after_other, separator)
@@ -64,7 +64,7 @@ def derived_arguments(written: Written) -> Arguments | None:
 
 
 def _blanks_beyond(text: str, other: str) -> str:
-    """Return the blanks that begin a text and are more than those that begin the other one."""
+    """Return the leading blanks that `text` has beyond the number of those of `other`."""
     more = (len(text) - len(text.lstrip())) - (len(other) - len(other.lstrip()))
     return text[: max(0, more)]
 
@@ -83,7 +83,7 @@ def _parts(written: Written, probe: str, keys: tuple[str, ...], values: tuple[st
 
 
 def _with_values(form: Arguments, written: Written) -> Arguments:
-    """Return the form with how special values are written."""
+    """Return the form, completed with the way special values are written."""
     rough = written.turns.get("rough", "")
     wrapped = ("", "")
     if (at := rough.find(ROUGH)) >= 0:

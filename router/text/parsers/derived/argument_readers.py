@@ -1,4 +1,4 @@
-"""Incremental readers of one call's arguments, one for each form in which models write them."""
+"""Incremental readers of one call's arguments (JSON envelope, JSON object, literals), and the choice among them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ArgumentReader(Protocol):
         """Read more and return the position reached; pass the rest again. `ended`: no more text comes."""
 
     def take(self) -> str:
-        """Return the arguments as JSON, as far as they were read since the last call."""
+        """Return the JSON of the arguments read since the last call."""
 
 
 class EnvelopeReader:

@@ -1,4 +1,4 @@
-"""Derivation of a model's syntax of tool calls from what its template writes for the probes."""
+"""Derives a ToolSyntax (marks around calls and arguments) by comparing what a template wrote for the probes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.router.text.parsers.derived.probes import CALLS, CONTENT, IDS, NAME
 from kvferry.router.text.parsers.derived.syntax import ID, INDEX, KEY, NAME, SAID, Arguments, Envelope, ToolSyntax
 
 Turns = Mapping[str, str]
-"""What a template writes for each probe behind the user's message; without those that it refuses."""
+"""Text that a template writes after the user's message, for each probe that it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Core:
 
 
 def derived_syntax(turns: Turns, begun: int, ends: Sequence[str]) -> ToolSyntax | None:
-    """Return the syntax in which the template writes calls; None if there is none to be seen.
+    """Return the syntax in which the template writes calls; None if no calls can be recognised.
 
-    begun: length of what the prompt begins of each turn. ends: tokens that end a turn, such as eos_token."""
+    begun: length of the part of each turn that is in the prompt. ends: tokens that end a turn, such as eos_token."""
     if "one" not in turns:
         return None
     envelope = _envelope(turns["one"], CALLS["one"])
@@ -51,7 +51,7 @@ def _joined(
     envelope: Envelope | None,
     form: Arguments | None,
 ) -> ToolSyntax | None:
-    """Return the syntax whose calls stand at these places."""
+    """Return the syntax, given the places of its calls."""
     alike = [name for name in ("one", "said", "thought", "both") if name in found]
     heads = [_named(turns[name][begun : found[name][0].start]) for name in alike]
     opener = heads[0][len(heads[0]) - shared_end(*heads) :].lstrip()
@@ -100,7 +100,7 @@ class _Cores:
 
 
 def _json_cores(turn: str, asked: Asked) -> list[Core] | None:
-    """Return where the arguments stand as JSON objects; None if they do not."""
+    """Return the places of the arguments as JSON objects; None if they are not JSON objects."""
     found, at = list[Core](), 0
     for place, arguments in enumerate(asked.calls):
         named = turn.find(NAMES[place], at)
@@ -114,7 +114,7 @@ def _json_cores(turn: str, asked: Asked) -> list[Core] | None:
 
 
 def _objects(turn: str, at: int) -> Sequence[tuple[int, int, Any]]:
-    """Return places and values of the JSON objects in a turn from here on, also of those within others."""
+    """Return places and values of the JSON objects in a turn from `at` on, nested ones included."""
     found, decoder = [], json.JSONDecoder()
     while (at := turn.find("{", at)) >= 0:
         try:
@@ -175,7 +175,7 @@ def _envelope_cores(turn: str, asked: Asked, envelope: Envelope) -> list[Core] |
 
 
 def _form_cores(turn: str, asked: Asked, form: Arguments) -> list[Core] | None:
-    """Return where parameters stand that are no JSON object."""
+    """Return where arguments are that are not a JSON object."""
     found, at = list[Core](), 0
     for place, arguments in enumerate(asked.calls):
         pairs = list(arguments.items())
@@ -204,7 +204,7 @@ def _named(text: str) -> str:
 
 
 def _ended(text: str, plain: str, ends: Sequence[str]) -> str:
-    """Return what follows a call without the end of its turn, as other turns end, too."""
+    """Return what follows a call, without the end that all turns share."""
     text = text[: len(text) - shared_end(text, plain)] if plain else text
     for end in ends:
         text = text.partition(end)[0] if end else text

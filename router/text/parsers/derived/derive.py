@@ -1,4 +1,4 @@
-"""Derivation of a template's syntax: renders the probes, compares, and proves the result."""
+"""derive: renders the probes, derives a template's syntax of calls and reasoning, and checks that it reads back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template_traits import TemplateTraits
 
 Write = Callable[[list[Rendering]], list[str | None]]
-"""Renders prompts; None for those that the template refuses."""
+"""Renders prompts; returns None for those that the template refuses."""
 MAX_TURN = 16 * 1024
 """Longest answer that is compared, in characters; those of the probes have less than 1,000."""
 _OBJECTS, _TEXTS, _NAMED_IDS, _OPENAI = "objects", "texts", "named ids", "openai"
@@ -38,10 +38,10 @@ _REASONING_KINDS = tuple(f"{key}{way}" for key in REASONING_KEYS for way in ("",
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What a template reveals: its syntax of tool calls and its reasoning marks, each None unless it is proved.
+    """Syntax of tool calls and reasoning marks that a template reveals; each is None unless it was verified.
 
     shows_calls: the template writes calls, whether or not they can be read
-    texts: its calls, by probe, as a model of it writes them"""
+    texts: its calls, by probe, as a model would write them"""
 
     calls: ToolSyntax | None = None
     thinking: Thinking | None = None
@@ -51,7 +51,7 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a derivation needs of a template."""
+    """Properties of a template from which its syntax is derived."""
 
     write: Write
     special_tokens: Mapping[str, str]
@@ -64,7 +64,7 @@ _Case = tuple[str, str, Rendering]
 
 
 def derive(template: Template) -> Derived:
-    """Return what the template reveals."""
+    """Derive and verify the template's syntax of calls and reasoning."""
     user = {"role": "user", "content": USER}
     opening = _prompt(template, [user], opens=True)
     thinking = _prompt(template, [user], opens=True, variables=_THINKS)
@@ -101,7 +101,7 @@ def _with_calls(derived: Derived, template: Template, kind: str, turns: dict[str
 
 
 def _begun(prompt: str, turns: Sequence[str]) -> int:
-    """Return the length of what the prompt begins of each turn, also if it says more before the turn's mark."""
+    """Return the length of the part of each turn that the prompt already has, with the mark that ends the prompt."""
     begun, mark = shared_start(prompt, *turns), last_unit(prompt.rstrip())
     return begun + len(mark) * (is_mark(mark) and all(turn.startswith(mark, begun) for turn in turns))
 

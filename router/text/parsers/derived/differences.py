@@ -1,4 +1,4 @@
-"""Comparison of texts that a template has written, cut only between its marks and words."""
+"""Common beginnings and ends of texts that a template wrote, never cut within a mark or a word."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 _UNIT = re.compile(r"</?[^<>\s\ue000-\ue00f]+>|\[/?[A-Z_]+\]|\w+")
-"""What no comparison may cut: a mark in brackets, or a word."""
+"""Units that no comparison may cut: a mark in brackets, or a word."""
 
 
 def shared_start(*texts: str) -> int:
@@ -47,7 +47,7 @@ def _shared(texts: Sequence[str]) -> int:
 
 
 def _unit_around(text: str, at: int) -> int:
-    """Return where the unit begins of which `at` is inside; -1 if it is between units."""
+    """Return where the unit that contains `at` begins; -1 if `at` is between units."""
     for found in _UNIT.finditer(text):
         if found.start() >= at:
             break

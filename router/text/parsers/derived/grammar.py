@@ -1,4 +1,4 @@
-"""Grammar of tool calls in a derived syntax."""
+"""Builds the Lark grammar of tool calls in a derived syntax."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _call(syntax: ToolSyntax, head: str, rules: Rules, tool: Tool) -> tuple[str,
 
 
 def expression(syntax: ToolSyntax, rules: Rules, text: str) -> str:
-    """Return the expression for a text of the description, with ids and numbers where it has a placeholder."""
+    """Return the expression for a text of the syntax, with patterns for the placeholders of ids and numbers."""
     length = syntax.id_length
     ids = rf"/[A-Za-z0-9]{{{length}}}/" if length else r"/[A-Za-z0-9_.:-]{1,64}/"
     parts = re.split(f"([{ID}{INDEX}])", text)

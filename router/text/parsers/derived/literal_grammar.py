@@ -1,4 +1,4 @@
-"""Grammar of values as literals: Python's, JSON's, and those with a model's own quotes, keys and words."""
+"""LiteralGrammar: Lark expressions for argument values written as Python, JSON or model-specific literals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LiteralGrammar:
     """Writer of the expressions for one tool's values as literals.
 
     root       JSON schema of the tool's parameters
-    is_literal the arguments are literals within brackets; otherwise only lists and objects may be
+    is_literal the arguments are literals within brackets; otherwise only lists and objects may be literals
     """
 
     def __init__(self, rules: Rules, tool: Tool, form: Arguments, *, is_literal: bool) -> None:
@@ -108,7 +108,7 @@ class LiteralGrammar:
         return self._rules.rule(f"{lark.text('[')} ({one} ({_COMMA} {one})*)? {lark.text(']')}")
 
     def _string(self) -> str:
-        """Return the expression for a string in the model's quotes, or in JSON's where those are single ones."""
+        """Return the expression for a string in the model's quotes, or in JSON's too if those are single quotes."""
         begin, end = self._quotes.own
         if begin == '"':
             own, other = self.json({"type": "string"}), self._rules.terminal(_SINGLE_QUOTED)
@@ -149,7 +149,7 @@ class LiteralGrammar:
 
 
 def options_of(schema: Schema) -> Sequence[Any] | None:
-    """Return the values to which a schema limits; None if it does not."""
+    """Return the only values that a schema allows; None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
     options = schema.get("enum")

@@ -1,4 +1,4 @@
-"""Literals of arguments: Python's, JSON's, and those with bare keys or a model's own quotes, such as Gemma's."""
+"""Reads argument literals: Python's, JSON's, and those with bare keys or a model's own quotes, such as Gemma's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _follows_string(text: str, at: int) -> bool:
 
 
 def arguments(text: str, assign: str, quotes: Quotes) -> dict[str, Any] | None:
-    """Return the arguments within the brackets of a call; None if they are none."""
+    """Return the arguments within the brackets of a call; None if the text is not valid arguments."""
     try:
         reader = _Reader(text, quotes)
         return reader.pairs("", assign.strip())
@@ -77,7 +77,7 @@ def literal(text: str, quotes: Quotes) -> tuple[bool, Any]:
 
 
 class _Reader:
-    """Recursive reader of one text; raises ValueError or IndexError where it is no literal."""
+    """Recursive reader of one text; raises ValueError or IndexError if it is not a literal."""
 
     def __init__(self, text: str, quotes: Quotes) -> None:
         self._text, self._quotes = text, quotes
@@ -199,7 +199,7 @@ def _is_code(digits: str) -> bool:
 
 
 class LiteralEnd:
-    """Finds the bracket that closes a call's arguments, reading on from where it was."""
+    """Finds the bracket that closes a call's arguments; each call continues at the position reached."""
 
     def __init__(self, quotes: Quotes) -> None:
         self._quotes = quotes

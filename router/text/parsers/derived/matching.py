@@ -1,4 +1,4 @@
-"""Matching of a described text with what a model writes, as far as it has come, with blanks as it likes."""
+"""Matches a text with placeholders from a derived syntax against partial model output, tolerant of blanks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BREAKS = frozenset("<[{(>]}),:")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A match: where it ended, and the name that it held. `end` < 0: none; more text may help if `waits`."""
+    """A match: where it ended, and the name that it held. `end` < 0: no match so far; more text may help if `waits`."""
 
     end: int = -1
     name: str = ""
@@ -35,7 +35,7 @@ NONE, WAIT = Match(), Match(waits=True)
 def match(pattern: str, text: str, at: int = 0, names: Collection[str] = (), name: str = "") -> Match:
     """Match a description's text at this place; blanks may be missing or added where they cannot be a value's.
 
-    names: of the tools. name: the tool's, if it was read before."""
+    names: names of the tools. name: the called tool's, if it was read before."""
     place, size = 0, len(pattern.rstrip())
     while place < size:
         sign = pattern[place]
@@ -80,7 +80,7 @@ def _name(text: str, at: int, names: Collection[str]) -> Match:
 
 
 def _free(pattern: re.Pattern[str], text: str, at: int, following: str) -> int:
-    """Return the end of an id, the last one after which the pattern can go on; -1: none, -2: more text is needed."""
+    """Return the last end of an id that `following` can follow; -1: there is none, -2: more text is needed."""
     found = pattern.match(text, at)
     end = at if found is None else found.end()
     if end == len(text):

@@ -1,4 +1,4 @@
-"""Conversations that reveal how a template writes calls and reasoning, each with values that are found again."""
+"""Probe conversations that reveal how a chat template writes calls and reasoning, with values that are easy to find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS, NUMBERS = ("Kvtext1", "Kvtext2"), (7107, 7208)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message in which templates look for reasoning."""
 ROUGH = "\nSão <b>\"X\"</b> & 'y'\n\t{1: [2]}, z=3"
-"""A string with all that syntaxes give a meaning to."""
+"""A string with all characters that have a meaning in some syntax."""
 TYPED: Mapping[str, Any] = {
     "kvt_zeta": "5", "kvt_int": 7, "kvt_num": 1.5, "kvt_yes": True, "kvt_no": False, "kvt_nul": None,
     "kvt_list": [1, "two", True, [], {"a": None}], "kvt_obj": {"a": {"b": "c", "d": [2]}, "e": False}, "kvt_emp": {},
@@ -55,7 +55,7 @@ TOOLS = [
     }
     for name in NAMES
 ]
-"""Tools that the templates show; they are simple, since some templates fail on others."""
+"""Tools that the templates show; they are simple, since some templates fail on complex ones."""
 
 
 @dataclass(frozen=True, slots=True)

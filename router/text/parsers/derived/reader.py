@@ -1,4 +1,4 @@
-"""Incremental parser of tool calls in a derived syntax."""
+"""SyntaxParser: incremental parser of tool calls in a derived syntax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.router.text.parsers.parsed_output import CallParser
 class SyntaxParser(CallParser):
     """Parser of calls as a ToolSyntax describes them.
 
-    `names` may map each tool's name to the JSON schema of its parameters, which says what unquoted values are."""
+    `names` may map each tool's name to the JSON schema of its parameters, which gives the types of unquoted values."""
 
     def __init__(self, syntax: ToolSyntax, names: Collection[str], *, patient: bool = False) -> None:
         super().__init__(names, patient=patient)
@@ -57,7 +57,7 @@ class SyntaxParser(CallParser):
         self._state, self._index = "arguments", -1
 
     def _refuse(self, length: int = 0) -> None:
-        """Show as text what was read, and this much more; the rest may hold another call."""
+        """Show what was read as text, with `length` more characters; the rest may hold another call."""
         self._say(self._raw + self._held[:length])
         self._held = self._held[length:]
         self._leave()

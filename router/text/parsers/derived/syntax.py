@@ -1,4 +1,4 @@
-"""Description of how a model writes tool calls; its reader and its grammar are built from it alone.
+"""ToolSyntax: description of how a model writes tool calls, from which its parser and its grammar are built.
 
 A text of it may hold placeholders: the tool's name, a call's id or number, a parameter's key."""
 
@@ -35,7 +35,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How arguments are written that are no JSON object.
+    """How arguments that are not a JSON object are written.
 
     opening        before all of them, also if there are none
     before_key     before each key
@@ -72,7 +72,7 @@ class Arguments:
 
     @property
     def quotes(self) -> tuple[str, str]:
-        """Return what opens and closes a literal's string."""
+        """Return the marks that open and close a string literal."""
         size = len(self.after_text) - len(self.after_other)
         return self.before_text[len(self.before_other) :], self.after_text[:size] if size else self.after_text
 
@@ -109,7 +109,7 @@ class ToolSyntax:
 
     @property
     def is_literal(self) -> bool:
-        """Return whether arguments are literals within brackets: nothing but a comma ends a number."""
+        """Return whether arguments are literals within brackets, which is so if no mark follows a number."""
         return self.arguments is not None and not self.arguments.after_other.strip()
 
     @property
@@ -123,7 +123,7 @@ class ToolSyntax:
         return is_mark(self.marker)
 
     def literals(self) -> tuple[str, ...]:
-        """Return all its texts, in which special tokens may stand."""
+        """Return all its texts, which may contain special tokens."""
         found = [self.opening, self.head, self.close, self.between or "", self.closing]
         if self.envelope is not None:
             found += [self.envelope.before, self.envelope.after]

@@ -1,4 +1,4 @@
-"""Incremental reader of arguments that are written as keys and values between marks."""
+"""TaggedReader: incremental reader of arguments that are written as keys and values between marks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_KEY = 256
 class TaggedReader:
     """Reader of parameters between marks, one after another. Implements ArgumentReader.
 
-    A value ends where its mark is followed by what may follow: another parameter, or the call's end. So a value may
-    hold the mark itself."""
+    A value ends at its closing mark only if another parameter or the call's end follows. So a value may contain the
+    mark itself."""
 
     def __init__(self, syntax: ToolSyntax, form: Arguments, name: str, parameters: Any) -> None:
         self.name, self.raw = name, list[str]()
@@ -129,7 +129,7 @@ class TaggedReader:
         return -1
 
     def _follows(self, mark: str, text: str, place: int, ended: bool) -> Match:
-        """Match the end of a value and the beginning of what may follow it; return the end of the former."""
+        """Match the end of a value, and the beginning of a parameter or end after it; return the value's match."""
         closed = match(mark, text, place)
         if not closed.found:
             return closed
@@ -175,7 +175,7 @@ class TaggedReader:
         self._fresh.append(self._lead() + shown)
 
     def _step(self, found: Match, state: str, text: str, ended: bool) -> int:
-        """Return where a match ended, and go on in this state; of a text that was cut short, all is read."""
+        """Return where a match ended, and enter `state`; if the output was cut off within the mark, all is read."""
         if found.found:
             self._state = state
         elif found.waits:
@@ -186,7 +186,7 @@ class TaggedReader:
 
 
 def _exact(pattern: str, text: str, at: int, ended: bool) -> Match:
-    """Match a mark before a value; of the blanks at its end, as many as are there belong to the mark."""
+    """Match a mark before a value; those of its trailing blanks that the text has belong to the mark."""
     body = pattern.rstrip()
     found = match(body, text, at)
     if not found.found:

@@ -1,4 +1,4 @@
-"""Derivation of a model's reasoning marks from answers with reasoning."""
+"""Derives a model's reasoning marks from what its template writes for answers with reasoning."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 _NAMED = re.compile(r"<[^<>\s]+>\w+<[^<>\s]+>$")
 """A mark that needs the word and the mark before it, because it ends other heads, too (Kimi K3)."""
 MIN_WORDS = 12
-"""Shortest mark without brackets, in characters: shorter words stand in answers, too."""
+"""Shortest mark without brackets, in characters: shorter words also occur in answers."""
 
 
 def derived_thinking(turns: Mapping[str, str], prompt: str, calls: ToolSyntax | None) -> Thinking | None:
     """Return the marks around reasoning; None if the template writes none.
 
-    turns: what it writes for probes.REASONING. prompt: what it writes before an answer."""
+    turns: its texts for probes.REASONING. prompt: its text before an answer."""
     opener = "" if calls is None else first_unit((calls.opening + calls.head).partition(NAME)[0].strip())
     ends = {name: _end(turns.get(name, ""), follows) for name, follows in (("thought", CONTENT), ("called", opener))}
     known = [end for end in ends.values() if end]
@@ -33,7 +33,7 @@ def derived_thinking(turns: Mapping[str, str], prompt: str, calls: ToolSyntax | 
 
 
 def _end(turn: str, follows: str) -> str:
-    """Return what stands between reasoning and what follows it."""
+    """Return the text between reasoning and `follows`."""
     _, found, after = turn.partition(REASON)
     end, reached, _ = after.partition(follows) if found and follows else ("", "", "")
     return end.strip() if reached else ""

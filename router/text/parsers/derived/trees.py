@@ -1,4 +1,4 @@
-"""Lists and objects that are written as nested parameters, each key as a mark around its value (MiniMax M3)."""
+"""Reads lists and objects that are written as nested parameters, each key as a mark around its value (MiniMax M3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_DEPTH = 50
 
 
 def tree(text: str, form: Arguments, schema: Any, root: Any, depth: int = 0) -> Any:
-    """Return the value of a parameter's text: an object, a list, or what an unquoted text stands for."""
+    """Return the value of a parameter's text: an object, a list, or the value of an unquoted text."""
     if depth > _MAX_DEPTH or not text.startswith(form.before_key) or "string" in kinds(schema, root):
         if not text and (empty := kinds(schema, root) & {"object", "array"}):
             return {} if "object" in empty else []
@@ -31,7 +31,7 @@ def tree(text: str, form: Arguments, schema: Any, root: Any, depth: int = 0) -> 
 
 
 def _parts(text: str, form: Arguments) -> list[tuple[str, str]] | None:
-    """Return keys and texts of nested parameters; None if the text is none of them."""
+    """Return keys and texts of nested parameters; None if the text is not nested parameters."""
     before, middle = re.escape(form.before_key), re.escape(form.before_text)
     begin, found, at = re.compile(f"{before}{_KEY}{middle}"), list[tuple[str, str]](), 0
     while at < len(text):

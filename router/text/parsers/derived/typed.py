@@ -1,4 +1,4 @@
-"""Values of arguments that are written without quotes: the tool's JSON schema says what they are."""
+"""Converts unquoted argument texts into values of the types that the tool's JSON schema allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "array": (list,), "object": (dict,),
 }  # fmt: skip
 _MAX_DEPTH = 8
-"""Most references and alternatives that are followed from a schema."""
+"""Maximum depth of references and alternatives that are followed in a schema."""
 
 
 def properties(parameters: Any) -> Mapping[str, Any]:
@@ -41,7 +41,7 @@ def kinds(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
 
 
 def resolved(schema: Mapping[str, Any], root: Any) -> Any:
-    """Return what a reference within the root schema points at; None if nothing."""
+    """Return the schema to which a reference within the root schema points; None if there is none."""
     at = root
     for part in str(schema.get("$ref", "")).removeprefix("#/").split("/"):
         at = at.get(part) if isinstance(at, Mapping) else None
@@ -49,7 +49,7 @@ def resolved(schema: Mapping[str, Any], root: Any) -> Any:
 
 
 def value_of(text: str, schema: Any, root: Any, quotes: Quotes) -> Any:
-    """Return the value that an unquoted text stands for, of a type that the schema allows if it can be one."""
+    """Return the value of an unquoted text, of a type that the schema allows if possible."""
     allowed = kinds(schema, root)
     if allowed == {"string"}:
         return text

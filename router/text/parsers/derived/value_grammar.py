@@ -1,4 +1,4 @@
-"""Grammar of arguments' values in a model's own syntax: text between marks, literals, and nested parameters."""
+"""ValueGrammar: Lark expressions for a tool's arguments in a derived syntax, as marked text, literals or nested."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ValueGrammar:
         return rules.up_to(after)
 
     def _other(self, schema: Any, depth: int) -> str:
-        """Return the expression for a value between marks that is no string."""
+        """Return the expression for a value between marks that is not a string."""
         if self._form.as_tree and (nested := self._tree(schema, depth)):
             return nested
         allowed = kinds(schema, self._root)

@@ -1,4 +1,4 @@
-"""Proof of a derived syntax: calls that the template wrote are read back as those calls, however they are cut."""
+"""Checks that a parser reads the calls a template wrote back as those calls, whole or one character at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.stage import merged
 
 Maker = Callable[[Collection[str]], CallParser]
-"""Makes a parser of calls of these tools."""
+"""Builds a parser for calls of these tools."""
 REQUIRED = ("one", "two", "count", "rough", "tidy", "said", "several", "several_rough")
-"""Probes that must be read back; the others show what the template cannot express."""
+"""Probes that must be read back; all other probes show what the template cannot express."""
 
 
 def is_proved(syntax: ToolSyntax, texts: Mapping[str, str]) -> bool:
@@ -25,7 +25,7 @@ def is_proved(syntax: ToolSyntax, texts: Mapping[str, str]) -> bool:
 
 
 def is_read(make: Maker, texts: Mapping[str, str], syntax: ToolSyntax | None) -> bool:
-    """Return whether parsers read back the calls of a template, of a syntax that may be less than all of them."""
+    """Return whether parsers read back a template's calls, except those that `syntax` cannot express."""
     several = syntax is None or syntax.between is not None
     marked = syntax is None or syntax.is_marked
     required = [

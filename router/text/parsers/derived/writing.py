@@ -1,4 +1,4 @@
-"""Writing of calls in a syntax, for templates that show tools but drop the calls of earlier answers."""
+"""Writes earlier tool calls into message text, for templates that show tools but drop calls of earlier answers."""
 
 from __future__ import annotations
 
