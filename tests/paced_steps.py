@@ -8,6 +8,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+PROMPTS_MATTER = {"step_s": 0.002, "token_s": 0.0002}
+"""Pace at which prompts take longer than handing them over, on any machine, so that they go to prefill nodes."""
+
 
 def pace_steps(step_s: float, token_s: float = 0.0) -> None:
     """Let each step of this process's engine last so long at least, and longer by `token_s` for each prompt token."""

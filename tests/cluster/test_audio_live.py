@@ -21,6 +21,7 @@ from tests.engine.speech.test_audio import encoded as file_of
 from tests.engine.speech.test_audio import tone
 from tests.engine.tiny_audio import clip, part
 from tests.local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
+from tests.paced_steps import PROMPTS_MATTER
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -92,7 +93,9 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hearing]:
     folder = tmp_path_factory.mktemp("models") / NAME
     folder.mkdir()
     model = tiny_audio.save(NAME, folder)
-    with local_cluster("--model", str(folder), *FLAGS, "--prefill", "1", "--decode", "2", "--encode", "1") as running:
+    with local_cluster(
+        "--model", str(folder), *FLAGS, "--prefill", "1", "--decode", "2", "--encode", "1", **PROMPTS_MATTER
+    ) as running:
         yield Hearing(running, model)
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from tests.engine import tiny_vision
 from tests.local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
+from tests.paced_steps import PROMPTS_MATTER
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -70,7 +71,7 @@ class Seeing:
 def seeing(name: str, folder: Path, *more: str) -> Iterator[Seeing]:
     folder.mkdir()
     model = tiny_vision.save(name, folder)
-    with local_cluster("--model", str(folder), *OPTIONS, *more) as running:
+    with local_cluster("--model", str(folder), *OPTIONS, *more, **PROMPTS_MATTER) as running:
         yield Seeing(running, model, name)
 
 

@@ -22,6 +22,7 @@ from kvferry.worker.engine_factory import assemble
 from tests.cluster.oracle import prompts
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
+from tests.paced_steps import PROMPTS_MATTER
 
 pytestmark = [
     pytest.mark.slow,
@@ -142,7 +143,7 @@ def test_local_and_disaggregated_answers_are_the_same(tiny: Path) -> None:
     with local_cluster(*arguments, "--prefill", "0") as cluster:
         local = [ask(cluster, prompt, temperature) for temperature in (0.0, 0.9)]
         cluster.settle()
-    with local_cluster(*arguments) as cluster:
+    with local_cluster(*arguments, **PROMPTS_MATTER) as cluster:
         with streams_running(cluster, NAME, 8):
             shipped = [ask(cluster, prompt, temperature) for temperature in (0.0, 0.9)]
         assert value(scrape(cluster.url), "kvferry_placements_total", kind="remote") >= 1

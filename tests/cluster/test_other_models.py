@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.tiny_checkpoints import VOCAB, greedy, save_checkpoint
 from tests.local_cluster import local_cluster, scrape, streams_running, value
+from tests.paced_steps import PROMPTS_MATTER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -36,7 +37,7 @@ def test_greedy_tokens_and_chat(name: str, tmp_path: Path) -> None:
     wanted = greedy(path, prompts)
     # More blocks than all streams fill while the test runs, however slow the machine: no prompt's are evicted.
     arguments = ("--dtype", "float32", "--kv-blocks", "2000", "--threads", "1")
-    with local_cluster("--model", str(path), *arguments) as cluster:
+    with local_cluster("--model", str(path), *arguments, **PROMPTS_MATTER) as cluster:
 
         def ask(prompt: tuple[int, ...]) -> openai.types.Completion:
             extra = {"ignore_eos": True, "return_token_ids": True}

@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.oracle import Answer
 from tests.cluster.tiny_checkpoints import VOCAB, greedy, save_checkpoint
 from tests.local_cluster import LocalCluster, local_cluster, scrape, streams_running, value
+from tests.paced_steps import PROMPTS_MATTER
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -45,7 +46,9 @@ def test_nodes_of_two_ranks_and_their_ends(tmp_path: Path) -> None:
     wanted = greedy(path, prompts)
     drafts, patient = ("--num-speculative-tokens", "4"), ("--queue-timeout", "100")
     flags = (*FLAGS, *drafts, *patient)  # the only decode node starts anew: on busy cores that takes its time
-    with local_cluster("--model", str(path), "-tp", "2", "--enable-expert-parallel", *flags) as cluster:
+    with local_cluster(
+        "--model", str(path), "-tp", "2", "--enable-expert-parallel", *flags, **PROMPTS_MATTER
+    ) as cluster:
         with streams_running(cluster, "tiny", 8):
             for answer in wanted:
                 expect(cluster, answer, "disaggregated")
