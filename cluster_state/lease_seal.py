@@ -1,4 +1,4 @@
-"""Serialisation of nodes' leases for the registry: with wire version, and sealed with the cluster secret if any.
+"""LeaseSeal: writes nodes' leases, sealed with the cluster secret if any, and refuses forged or replayed ones.
 
 A seal covers the lease, its cluster and its time, which grows with each renewal. So a process that saw a later lease
 detects a recorded one that is written again."""

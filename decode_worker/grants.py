@@ -1,4 +1,4 @@
-"""Grants of a decode node: passes requests to reserve blocks from the receiver to the engine, and the answers back."""
+"""Grants of a decode node: between receiver and engine, reserves blocks, starts jobs once they came, or withdraws."""
 
 from __future__ import annotations
 

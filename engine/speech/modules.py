@@ -1,4 +1,4 @@
-"""Layers of Whisper's encoder and decoder, and ModuleReader, which reads them from a checkpoint."""
+"""Weights of Whisper's layers (encoder and decoder compute attention), and ModuleReader, which reads them."""
 
 from __future__ import annotations
 

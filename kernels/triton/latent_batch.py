@@ -1,4 +1,4 @@
-"""LatentBatch: latent attention (MLA) of a mixed batch on Triton, absorbed for decodes, expanded for long chunks.
+"""LatentBatch: attention over cached latents (MLA) on Triton; absorbed for decodes, expanded for chunks.
 
 Decodes and short chunks attend in latent space, token by token. Longer chunks attend to expanded keys and values, for
 as many heads at once as MOST_BYTES allows."""

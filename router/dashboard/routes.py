@@ -1,4 +1,4 @@
-"""HTTP routes of the dashboard: page, JSON state and HTML fragment.
+"""Dashboard's HTTP routes, and DashboardRoutes: its state, merged over the router's processes.
 
 The page is open, like the chat page. Its data needs a key if keys are set. A tenant's key does not show the names of
 other tenants' requests."""
