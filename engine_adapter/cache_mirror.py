@@ -1,4 +1,4 @@
-"""Mirror of an engine's prefix cache: KV events become rows of the block index, under kvferry's own hashes."""
+"""CacheMirror: applies an engine's decoded KV events, gives rows by kvferry's hashes, and a prompt's held tokens."""
 
 from __future__ import annotations
 

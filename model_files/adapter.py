@@ -1,4 +1,4 @@
-"""Reads and checks LoRA adapter directories in PEFT's layout, and derives an id from their content, without torch."""
+"""Checks the config of a LoRA adapter directory (PEFT), and hashes its weights file, unread otherwise, into its id."""
 
 from __future__ import annotations
 

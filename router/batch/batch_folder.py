@@ -1,4 +1,4 @@
-"""BatchFolder: a tenant's batches as folders on disk. All functions block: call them outside the event loop.
+"""BatchFolder: a tenant's batches on disk: records, numbered holders, locks and cancel marks. Its methods block.
 
 <id>/batch.json      the batch as it was created
 <id>/cancel          exists if it is to be cancelled

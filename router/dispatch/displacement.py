@@ -1,4 +1,4 @@
-"""Displacement: takes patient requests (batch, flex) off nodes for requests that would miss latency targets.
+"""Displacement: makes patient requests (batch, flex) give way to those with latency targets, and wait in one queue.
 
 Batch rows, background responses and the tier `flex` are patient. While requests with targets are in flight, patient
 ones start only where they delay none of those, one at a time in the order in which they came or gave way."""

@@ -1,4 +1,4 @@
-"""MediaPrompter: turns a chat with media into a prompt: loads the media, then a node's engine renders it."""
+"""MediaPrompter: has a node render chats with media into prompts; MediaBudget: bytes of media that tenants may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quarantine: excludes node pairs between which blocks repeatedly arrive corrupted.
+"""Quarantine: excludes node pairs, or a node from all shipping, after repeated corrupt blocks (circuit_breakers.py).
 
 Blocks arrive with other bytes than were sent or than the receiver computes itself, because memory, a card or a wire
 fails, or a node is misconfigured. Checksums find differences in transit, and another attempt computes the blocks again,

@@ -132,7 +132,8 @@ async def test_a_gap_is_filled(publish, read):
     engine.publish(removed(4))
     await reader.has(0, 1, 2, 3, 4)
     counters = reader.events.counters
-    assert (counters.gaps, counters.repeated, counters.resets, counters.batches) == (1, 3, 0, 5)
+    assert (counters.gaps, counters.resets, counters.batches) == (1, 0, 5)
+    assert counters.repeated >= 3, "the replay overlaps with what comes meanwhile"
 
 
 async def test_a_missing_first_batch_is_a_gap(publish, read):

@@ -1,4 +1,4 @@
-"""Bounded reader of a multipart form with one file, for the audio endpoints."""
+"""Parses a multipart body in memory into fields and one file, with bounds on all but the file; for audio endpoints."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ async def test_a_process_that_starts_at_the_end_is_ended_too() -> None:
 async def test_no_prompt_is_rendered_after_the_end() -> None:
     async with renderer(GOOD) as made:
         await made.render(asked())
-    with pytest.raises(Overloaded, match="ending"):
+    with pytest.raises(Overloaded, match="shutting down"):
         await made.render(asked())
 
 
