@@ -6,9 +6,17 @@ machine, and a tiny model takes the place of a large one where a test needs only
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypedDict
 
-PROMPTS_MATTER = {"step_s": 0.002, "token_s": 0.0002}
+
+class Pace(TypedDict):
+    """Seconds of a step, and of each prompt token in it."""
+
+    step_s: float
+    token_s: float
+
+
+PROMPTS_MATTER: Pace = {"step_s": 0.002, "token_s": 0.0002}
 """Pace at which prompts take longer than handing them over, on any machine, so that they go to prefill nodes."""
 
 

@@ -17,6 +17,7 @@ from kvferry.model_files.weight_digest import file_digest, kept_digest
 from kvferry.router.nodes.quarantine import MOST
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
+from tests.paced_steps import PROMPTS_MATTER
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -37,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(path: Path) -> Iterator[LocalCluster]:
-    with local_cluster("--model", str(path), *ARGUMENTS) as cluster:
+    with local_cluster("--model", str(path), *ARGUMENTS, **PROMPTS_MATTER) as cluster:
         yield cluster
 
 
