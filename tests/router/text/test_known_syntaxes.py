@@ -12,7 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvferry.router.text.parsers.derived.grammar import calls
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
-from kvferry.router.text.parsers.known_syntaxes import known_syntax
+from kvferry.router.text.parsers.derived.syntax import NAME
+from kvferry.router.text.parsers.derived.writing import written
+from kvferry.router.text.parsers.known_syntaxes import HERMES, known_syntax
 from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.parsers.syntax import Tool, grammar
 from kvferry.router.text.template import ChatTemplate
@@ -139,3 +141,10 @@ def test_a_grammar_binds_calls_in_the_syntax(model: str) -> None:
 
 def test_other_templates_have_none() -> None:
     assert known_syntax(SHOWS) is None
+
+
+def test_a_written_call_keeps_what_its_arguments_say() -> None:
+    """Also the character that stands for the name in a syntax."""
+    text = written(HERMES, [{"function": {"name": "get", "arguments": {"place": f"a{NAME}b"}}}])
+    assert f"a{NAME}b" in text
+    assert '"get"' in text

@@ -26,9 +26,10 @@ def _call(syntax: ToolSyntax, function: Mapping[str, Any]) -> str:
         shown = own.opening + own.separator.join(f"{key}{own.before_other}{value!r}" for key, value in pairs)
     else:
         shown = json.dumps(arguments, ensure_ascii=False)
+    before, after = syntax.head, syntax.close
     if syntax.envelope is not None:
-        shown = syntax.envelope.before + shown + syntax.envelope.after
-    return (syntax.head + shown + syntax.close).replace(NAME, name)
+        before, after = before + syntax.envelope.before, syntax.envelope.after + after
+    return before.replace(NAME, name) + shown + after.replace(NAME, name)
 
 
 def calls_in_content(syntax: ToolSyntax) -> Adaptation:
