@@ -40,7 +40,7 @@ LOOKUP_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Number of a run's delivered tokens, as a collection."""
+    """A run's delivered tokens, of which RequestTargets needs only the number."""
 
     run: Run
 

@@ -45,11 +45,10 @@ class Scenario:
 class RunOf(Generic[N]):
     """Request in the simulation, from its arrival on.
 
-    delivered: output tokens delivered. attempt: number of attempts that ended early, by the
-    loss of a node or for a request with targets. cached_len: tokens reused where the prompt
-    was computed, in the first attempt. first_s, last_s: times of the first and last token. begun_s: time at which the
-    prompt started. here: leading blocks that the decode node held when it granted. failed: it fits on no node, or was
-    rejected."""
+    delivered: output tokens delivered. attempt: number of attempts that ended early, because a node was lost or a
+    request with targets took its place. cached_len: tokens reused where the prompt was computed, in the first attempt.
+    first_s, last_s: times of the first and last token. begun_s: time at which the prompt started. here: leading blocks
+    that the decode node held when it granted. failed: it fits on no node, or was rejected."""
 
     ask: Scenario
     arrived: float

@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kScanAhead = 512;  // floats of a state prefetched ahead
 constexpr int64_t kTokensAhead = 4;  // tokens
 constexpr int kMamba1Numbers = 16;      // of a row in published models
-constexpr float kLog2E = 1.44269504f;
 
 // A token's rows [first, first + count) of one group; b, c [n].
 struct ScanRows {

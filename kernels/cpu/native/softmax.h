@@ -8,8 +8,6 @@
 namespace kvferry {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896341f;
-
 // 2^x within 9e-5 of itself, a twentieth of what rounding weights to bfloat16 costs; exactly 1 of 0, and 0 of -infinity.
 // x: to 126.
 KVF_INLINE Floats rough_power_of_two(Floats x) {

@@ -203,12 +203,14 @@ KVF_INLINE float largest(Floats value) {
 #endif
 }
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 // e^x within 2 units in the last place (range reduction by ln 2 in two parts, polynomial of Cephes' expf);
 // 0 far below, the largest power far above.
 KVF_INLINE Floats exponential(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const Floats bounded = smaller(larger(x, splat(-87.0f)), splat(88.0f));
-  const Floats shifted = bounded * 1.44269504088896341f + kRound;
+  const Floats shifted = bounded * kLog2E + kRound;
   const Floats n = shifted - kRound;
   const Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
