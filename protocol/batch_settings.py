@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.protocol.media_settings import MediaSettings
 from kvferry.protocol.setting import setting
@@ -24,9 +25,15 @@ class BatchSettings(MediaSettings):
         least=60,
     )
     data_dir: str = setting(
-        "~/.local/state/kvferry", "directory of clients' files and batches, with a subdirectory per --cluster"
+        "~/.local/state/kvferry",
+        "directory of clients' files and batches and of the last known nodes, with a subdirectory per --cluster",
     )
     files_mib: int = setting(1024, "MiB of stored files per tenant, and of one upload", least=1)
     batch_rows: int = setting(
         16, "requests of batches in progress; one fewer for each live request, but at least one", least=1
     )
+
+    @property
+    def data_folder(self) -> Path:
+        """Return the directory of this cluster's data."""
+        return Path(self.data_dir).expanduser() / self.cluster

@@ -35,7 +35,7 @@ from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.prefixes import BlockLookup
 from kvferry.router.journal.request_journals import RequestJournals
-from kvferry.router.nodes.node_table import NodeSource
+from kvferry.router.nodes.node_source import LastNodes, NodeSource
 from kvferry.router.role_rebalancing import RoleRebalancer
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_models
@@ -127,8 +127,8 @@ async def run_router(
     recorded: Journals | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
-    metrics, kept_files = RouterMetrics(), cluster_files(settings, Seal(secrets.registry_keys))
-    batches = Batches(settings, kept_files, ownership, metrics.batches)
+    metrics, seal = RouterMetrics(), Seal(secrets.registry_keys)
+    batches = Batches(settings, cluster_files(settings, seal), ownership, metrics.batches)
     ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
     status = SupervisorStatus.from_fd(settings.status_fd)
     tenant_registry = TenantRegistry(settings)
@@ -144,6 +144,7 @@ async def run_router(
         canary=CanaryRelease.of(settings),
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
+        last=LastNodes(settings.data_folder, seal),
     )
     journals = RequestJournals(settings, ownership.owner, metrics.journals, recorded)
     limits = connection_limits(settings, allow_descriptors())

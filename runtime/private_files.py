@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from pathlib import Path
 
 
@@ -28,3 +29,16 @@ def make_private(root: Path) -> None:
                 state = os.lstat(path)
                 if state.st_mode & 0o077 and state.st_uid == os.geteuid() and not os.path.islink(path):
                     os.chmod(path, state.st_mode & 0o700)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: readers see the old content or the new one. After an OSError nothing is left behind."""
+    partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with open(partly, "wb", opener=private) as out:
+            out.write(content.encode() if isinstance(content, str) else content)
+            out.flush()
+            os.fsync(out.fileno())
+        partly.replace(path)
+    finally:
+        partly.unlink(missing_ok=True)

@@ -22,8 +22,7 @@ from typing import IO
 
 from kvferry.protocol.errors import NotFound
 from kvferry.router.batch.batch import ENDED, Batch, check_batch_id, no_batch
-from kvferry.router.batch.files import write_whole
-from kvferry.runtime.private_files import make_private_folder, private
+from kvferry.runtime.private_files import make_private_folder, private, write_whole
 
 _OWNER = re.compile(r"owner-(\d{1,9})")
 Earlier = dict[str, list[tuple[int, int]]]

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import TracebackType
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,8 +51,7 @@ class Batches:
         owned: RouterOwnership | None = None,
         metrics: BatchMetrics | None = None,
     ) -> None:
-        root = Path(settings.data_dir).expanduser() / settings.cluster
-        self._store = store or DiskStore(root, settings.files_mib * 2**20, locks=owned is None)
+        self._store = store or DiskStore(settings.data_folder, settings.files_mib * 2**20, locks=owned is None)
         self._owners = BatchOwners(self._store, owned)
         self._most_rows = settings.batch_rows
         self._row_s = settings.request_timeout

@@ -14,11 +14,11 @@ from kvferry.protocol.errors import NotFound
 from kvferry.router.batch.batch import ENDED, Batch
 from kvferry.router.batch.batch_folder import BatchFolder
 from kvferry.router.batch.disk_threads import on_disk
-from kvferry.router.batch.files import FileStore, Readable, StoredFile, tenant_folder, tenant_folders, write_whole
+from kvferry.router.batch.files import FileStore, Readable, StoredFile, tenant_folder, tenant_folders
 from kvferry.router.batch.held_folder import HeldFolder, hold
 from kvferry.router.batch.rows import Row
 from kvferry.router.batch.stores import PIECE, Place
-from kvferry.runtime.private_files import make_private, make_private_folder
+from kvferry.runtime.private_files import make_private, make_private_folder, write_whole
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, RequestTooLarge, reason
-from kvferry.runtime.private_files import make_private_folder, private
+from kvferry.runtime.private_files import make_private_folder, private, write_whole
 
 log = logging.getLogger(__name__)
 PURPOSES = ("batch", "batch_output")
@@ -232,16 +232,3 @@ def tenant_folder(tenant: str) -> str:
 def tenant_folders(root: Path) -> Iterator[Path]:
     """Iterate over the folders of all tenants, sorted by name."""
     return (path for path in sorted(root.glob("*")) if path.is_dir())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new one. After an OSError nothing is left behind."""
-    partly = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with open(partly, "w", opener=private) as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        partly.replace(path)
-    finally:
-        partly.unlink(missing_ok=True)

@@ -19,7 +19,8 @@ from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.shared import Shared
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
-from kvferry.router.nodes.node_table import NodeSource, NodeTable
+from kvferry.router.nodes.node_source import LastNodes, NodeSource
+from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.router.request_log import RequestLog
@@ -50,6 +51,7 @@ class RouterCluster:
     tls                 of connections to the nodes
     patience_s          how long a request waits when no node can take it, in seconds
     canary              share of new requests for the nodes of one engine; None: nodes share by cost
+    last                last known nodes, for a start without the registry; None: are not kept
 
     nodes, request_log  live nodes, and recent events for the dashboard
     """
@@ -70,8 +72,9 @@ class RouterCluster:
         client: NodeClient | None = None,
         token: Callable[[], str] = str,
         tls: WorkerTls = PLAIN,
+        last: LastNodes | None = None,
     ) -> None:
-        self.nodes = nodes or NodeTable(source, metrics)
+        self.nodes = nodes or NodeTable(source, metrics, last=last)
         self.request_log = RequestLog()
         self._clock = LoopClock()
         self._client = client or NodeClient(f"router-{secrets.token_hex(6)}", token, tls, clock=self._clock.now)

@@ -10,8 +10,8 @@ OTHERS = "the only nodes that can decode are of another wire version or cluster 
 class Readiness:
     """Implements `Cluster.trouble`: the reason why the router is not ready, or an empty string.
 
-    Nodes of another wire version do not announce their model. One ready decode node of any model shows that nodes
-    that this router can use have started."""
+    One ready decode node that answers this router is enough, also if it is known from an earlier start alone. Nodes of
+    another wire version do not announce their model, so any model's decode node counts."""
 
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes
@@ -21,7 +21,7 @@ class Readiness:
         if self._yes:
             return ""
         others = self._nodes.incompatible_nodes.roles["decode"]
-        why = self._nodes.contact.trouble or (OTHERS if others and not self._decodes() else "")
+        why = "" if self._decodes() else self._nodes.contact.trouble or (OTHERS if others else "")
         self._yes = not why
         return why
 

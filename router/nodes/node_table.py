@@ -2,8 +2,9 @@
 
 Membership comes from the registry. A node is lost if it returns with another epoch, or if its lease ends and its token
 stream is not linked; its reservations are then notified. While the registry does not answer, the last known nodes stay
-and only their connections show whether they live. The router waits for renewals before it believes an empty registry,
-and a registry that returned to an older state does not override a live stream."""
+and only their connections show whether they live; a router that starts meanwhile reads them from a file. The router
+waits for renewals before it believes an empty registry, and a registry that returned to an older state does not
+override a live stream."""
 
 from __future__ import annotations
 
@@ -14,33 +15,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import product
-from typing import Protocol
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import NodeKey
 from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.errors import Fenced, NodeLost
 from kvferry.protocol.labels import NODE_ROLES, NODE_STATES
-from kvferry.protocol.lease import IncompatibleLease, NodeLease
+from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
 from kvferry.router.nodes.incompatible_nodes import IncompatibleNodes
 from kvferry.router.nodes.lease_validation import is_same, is_sound
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
+from kvferry.router.nodes.node_source import LastNodes, NodeSource
 from kvferry.router.nodes.registry_health import RegistryHealth
 from kvferry.runtime.background import end
 
 log = logging.getLogger(__name__)
-
-
-class NodeSource(Protocol):
-    """Part of the node registry that the router uses; `incompatible` holds nodes that cannot be used."""
-
-    incompatible: tuple[IncompatibleLease, ...]
-
-    async def nodes(self) -> list[NodeLease]:
-        """Return every node with a live lease; raise if the registry is unreachable."""
 
 
 STARTING_S = 2.0
@@ -66,6 +58,7 @@ class NodeTable:
         poll_s: float = 0.5,
         grace_s: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
+        last: LastNodes | None = None,
     ) -> None:
         self.entries: dict[NodeKey, NodeEntry] = {}
         self.models: list[ModelNodes] = []
@@ -75,7 +68,7 @@ class NodeTable:
         self.clock = clock
         self.contact = RegistryHealth(metrics, clock)
         self.breakers = CircuitBreakers(clock, metrics.quarantines.inc)
-        self._source, self._metrics = source, metrics
+        self._source, self._metrics, self._last = source, metrics, last
         self._poll_s, self._grace_s = poll_s, grace_s
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -83,8 +76,13 @@ class NodeTable:
         self._empty, self._told_unsound = True, False
 
     async def start(self) -> None:
-        """Read the registry once and start polling it."""
+        """Read the registry once, or the last known nodes if it does not answer, and start polling it."""
         await self.refresh()
+        if self._last is not None and not self.contact.up and (leases := await self._last.load()):
+            log.warning("registry does not answer, starting with the last %d known nodes", len(leases))
+            self._take(leases)
+            for entry in self.entries.values():
+                entry.forget_load()
         self._task = asyncio.create_task(self._poll(), name="node-table")
 
     async def stop(self) -> None:
@@ -115,6 +113,8 @@ class NodeTable:
             return
         self.contact.answered()
         self._take(leases)
+        if self._last is not None:
+            self._last.save(leases)
 
     async def _poll(self) -> None:
         while True:

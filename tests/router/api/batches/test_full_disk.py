@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.router.batch import batch_folder, batches, disk_threads, files, runner
+from kvferry.router.batch import batch_folder, batches, disk_threads, runner
 from kvferry.router.tenants.keys import entry
+from kvferry.runtime import private_files
 from tests.api_parts import Api, error_of
 from tests.batch_parts import api, ended
 from tests.crowded import in_time
@@ -122,7 +123,7 @@ async def test_a_batch_waits_for_room_and_goes_on(
     rows = "\n".join(json.dumps({"custom_id": f"{i}", **row}) for i in range(3))
     file_id = (await upload(at, rows.encode())).json()["id"]
     with monkeypatch.context() as patch:
-        write_whole = files.write_whole
+        write_whole = private_files.write_whole
 
         def write(path: Path, text: str) -> None:
             publishing = "output_file_id" in text and json.loads(text)["output_file_id"]

@@ -1,0 +1,85 @@
+"""NodeSource: where a router reads its nodes; LastNodes: those nodes in a file, for a start while Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvferry.cluster_state.seal import NO_SEAL, Seal
+from kvferry.protocol.errors import reason
+from kvferry.protocol.lease import IncompatibleLease, NodeLease
+from kvferry.protocol.wire import WireError, pack, unpack
+from kvferry.runtime.private_files import make_private_folder, write_whole
+
+log = logging.getLogger(__name__)
+
+NAME = "nodes"
+"""Name of the file, and of its record for the seal."""
+SAVE_S = 10.0
+"""Time after which unchanged nodes are saved again, in seconds."""
+MAX_AGE_S = 300.0
+"""Age from which saved nodes are ignored, in seconds: their addresses may belong to others."""
+
+
+class NodeSource(Protocol):
+    """Part of the node registry that the router uses; `incompatible` holds nodes that cannot be used."""
+
+    incompatible: tuple[IncompatibleLease, ...]
+
+    async def nodes(self) -> list[NodeLease]:
+        """Return every node with a live lease; raise if the registry is unreachable."""
+
+
+class LastNodes:
+    """The cluster's last known nodes in a file.
+
+    A router that starts while Redis is away connects to them, and serves with those that accept: nodes refuse a
+    router that asks for another epoch of theirs or has another secret. Errors of the disk are logged and ignored.
+
+    folder: of the file. seal: signs it. clock: monotonic seconds."""
+
+    def __init__(self, folder: Path, seal: Seal = NO_SEAL, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._seal, self._clock = folder / NAME, seal, clock
+        self._saved, self._save_at = frozenset[tuple[str, int, str]](), 0.0
+        self._saving: asyncio.Task[None] | None = None
+        self._is_failing = False
+
+    async def load(self) -> list[NodeLease]:
+        """Return the saved nodes; none if they are missing, too old or not written by this cluster."""
+        return await asyncio.to_thread(self._read)
+
+    def save(self, leases: Sequence[NodeLease]) -> None:
+        """Save the nodes in the background if they changed or were saved SAVE_S ago; never replace them by none."""
+        nodes = frozenset((lease.node_id, lease.epoch, lease.role) for lease in leases)
+        is_due = nodes != self._saved or self._clock() >= self._save_at
+        if not leases or not is_due or (self._saving is not None and not self._saving.done()):
+            return
+        self._saved, self._save_at = nodes, self._clock() + SAVE_S
+        self._saving = asyncio.create_task(asyncio.to_thread(self._write, pack(list(leases))), name="last-nodes")
+
+    def _read(self) -> list[NodeLease]:
+        try:
+            if not 0 <= time.time() - self._path.stat().st_mtime < MAX_AGE_S:
+                return []
+            record = self._seal.unwrap(NAME, self._path.read_bytes())
+            leases = unpack(record) if record is not None else None
+        except FileNotFoundError:
+            return []
+        except (OSError, WireError) as error:
+            log.warning("the last known nodes cannot be read from %s: %s", self._path, error)
+            return []
+        return [lease for lease in leases if isinstance(lease, NodeLease)] if isinstance(leases, list) else []
+
+    def _write(self, record: bytes) -> None:
+        try:
+            make_private_folder(self._path.parent)
+            write_whole(self._path, self._seal.wrap(NAME, record))
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("the last known nodes are not saved: %s", reason(error))
+            self._is_failing = True
