@@ -60,23 +60,23 @@ def events(trace: Sequence[Scenario]) -> list[Event]:
     return found
 
 
-def wanted(ask: Scenario) -> tuple[bytes, ...]:
+def wanted(ask: Scenario, block_size: int) -> tuple[bytes, ...]:
     """Return the hashes of the blocks that a prompt may reuse; its last token is always computed."""
-    return ask.hashes[: (ask.prompt_len - 1) // LARGE.block_size]
+    return ask.hashes[: (ask.prompt_len - 1) // block_size]
 
 
 class Oracle(KnownBlocks):
     """Evicts the leaf that is needed last or never (Belady, 1966)."""
 
     def __init__(
-        self, pool: Memory, trace: Sequence[Scenario], order: Sequence[Event], clock: Callable[[], float]
+        self, pool: Memory, trace: Sequence[Scenario], order: Sequence[Event], clock: Callable[[], float], size: int
     ) -> None:
         super().__init__(pool)
         self._clock = clock
         self._needed: dict[bytes, list[float]] = {}
         asks = {ask.number: ask for ask in trace}
         for now, number, leaves in reversed(order):
-            for block_hash in () if leaves else wanted(asks[number]):
+            for block_hash in () if leaves else wanted(asks[number], size):
                 self._needed.setdefault(block_hash, []).append(now)
         self._heap: list[tuple[float, int, bytes]] = []
 
@@ -117,13 +117,14 @@ class Replay:
     found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: processor seconds spent in the pool's code;
     ttft_s: of each request."""
 
-    def __init__(self, order: str, blocks: int, trace: Sequence[Scenario]) -> None:
+    def __init__(self, order: str, blocks: int, trace: Sequence[Scenario], block_size: int = LARGE.block_size) -> None:
         self._now = self._free = 0.0
+        self._block_size = block_size
         played = events(trace)
         known = EVICTIONS[0] if order == ORACLE else order
         self.pool = Memory(blocks, known, lambda: self._now)
         if order == ORACLE:
-            self.pool.idle = Oracle(self.pool, trace, played, lambda: self._now)
+            self.pool.idle = Oracle(self.pool, trace, played, lambda: self._now, block_size)
         self.found = self.prompts = self.skipped = 0
         self.saved_s = self.whole_s = self.pool_s = 0.0
         self.ttft_s: list[float] = []
@@ -138,9 +139,9 @@ class Replay:
         self.pool.check_integrity()
 
     def _take(self, ask: Scenario) -> None:
-        size, began = LARGE.block_size, time.process_time()
+        size, began = self._block_size, time.process_time()
         blocks = -(-(ask.prompt_len + ask.output_len) // size)
-        here = self.pool.take(ask.number, wanted(ask), blocks, cache_use=ask.cache_use)
+        here = self.pool.take(ask.number, wanted(ask, size), blocks, cache_use=ask.cache_use)
         if here is not None:
             self.pool.fill(ask.number, ask.hashes)
         self.pool_s += time.process_time() - began

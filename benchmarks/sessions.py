@@ -6,7 +6,8 @@
 
 Agents send growing histories of random tokens and pause for 1 to 20 s, beside prompts that come once. It prints the
 share of prompt tokens that were not computed, and times to first token in seconds. Each run draws the same prompts and
-pauses."""
+pauses. With `--blocks`, the size of the node's pool, it also prints the share that orders of eviction would have found
+of the same prompts at the same times in one such pool, among them an oracle (benchmarks/eviction.py)."""
 
 from __future__ import annotations
 
@@ -20,6 +21,12 @@ from statistics import quantiles
 
 import httpx
 
+from benchmarks.eviction import ORACLE, SLRU, Replay
+from kvferry.protocol.hashing import chain
+from kvferry.simulate.scenario import Scenario
+
+BLOCK_SIZE = 16
+"""Tokens of a KV block of the node."""
 VOCABULARY = range(1000, 40_000)
 AGENTS, APPS, SYSTEM, RESULT, OUTPUT = 8, 2, 256, 96, 8
 """Agents at a time; system prompts, and their tokens; mean tokens of a tool's result; tokens of an output."""
@@ -36,6 +43,8 @@ class Figures:
     prompt: int = 0
     cached: int = 0
     ttft_s: list[float] = field(default_factory=list)
+    sent: list[tuple[float, int, list[int]]] = field(default_factory=list)
+    """Of each prompt: its time in seconds, its length, and its tokens with those of its output."""
 
     def __str__(self) -> str:
         cuts = quantiles(self.ttft_s, n=100, method="inclusive")
@@ -64,7 +73,17 @@ async def ask(http: httpx.AsyncClient, figures: Figures, prompt: list[int], sess
                 figures.prompt += usage["prompt_tokens"]
                 figures.cached += usage["prompt_tokens_details"]["cached_tokens"]
     figures.ttft_s.append(first_s)
+    figures.sent.append((began, len(prompt), [*prompt, *output]))
     return output
+
+
+def replayed(order: str, blocks: int, sent: list[tuple[float, int, list[int]]]) -> int:
+    """Return the tokens that an order of eviction would have found of these prompts in a pool of `blocks`."""
+    trace = [
+        Scenario(number, at, length, len(tokens) - length, tuple(chain(b"", tokens, BLOCK_SIZE)))
+        for number, (at, length, tokens) in enumerate(sorted(sent))
+    ]
+    return Replay(order, blocks, trace, BLOCK_SIZE).found
 
 
 def text(rng: random.Random, tokens: int) -> list[int]:
@@ -99,12 +118,17 @@ async def once(http: httpx.AsyncClient, figures: Figures, until: float) -> None:
     await asyncio.gather(*running)
 
 
-async def agents(url: str, seconds: float) -> None:
-    """Run all agents, and print the figures of theirs and of the others."""
+async def agents(url: str, seconds: float, blocks: int) -> None:
+    """Run all agents, and print the figures of theirs and of the others.
+
+    blocks: of the node's pool, for a replay in other orders of eviction; 0: none."""
     own, others, until = Figures(), Figures(), time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
         await asyncio.gather(*(agent(http, own, number, until) for number in range(AGENTS)), once(http, others, until))
     print(f"agents: {own}\nonce:   {others}")
+    for order in ("lru", SLRU, "value", ORACLE) if blocks else ():
+        # Prompts that come once find nothing.
+        print(f"replay, {order}: {100 * replayed(order, blocks, own.sent + others.sent) / own.prompt:.1f} %")
 
 
 async def fan_out(url: str, count: int, tokens: int) -> None:
@@ -121,11 +145,12 @@ def main() -> None:
     parser.add_argument("what", choices=["agents", "fan-out"])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     asked = parser.parse_args()
     if asked.what == "agents":
-        asyncio.run(agents(asked.url, asked.seconds))
+        asyncio.run(agents(asked.url, asked.seconds, asked.blocks))
     else:
         asyncio.run(fan_out(asked.url, asked.count, asked.tokens))
 
