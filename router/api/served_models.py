@@ -180,7 +180,7 @@ def pool_of(
     """Build the served model for these tenants."""
     turns = SchedulerSlots(cluster.capacity, metrics, shared=tenant_registry.several, most_queued=settings.max_queued)
     backlog = Backlog(lambda: turns.waiting, cluster.held, cluster.capacity)
-    metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.held)
+    metrics.scaling.follow(text.name, backlog.prefill_s, backlog.decode_nodes, backlog.unplaced)
     encoder, renderer = Encoder(text, settings.max_prompt_tokens), Renderer(text.template)
     checker, loader = Checker(lambda: vocabulary_of(text)), MediaLoader.of(settings.allowed_media_domains)
     given = text.template.source if settings.chat_template and text.template is not None else ""

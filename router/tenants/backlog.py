@@ -13,7 +13,7 @@ DRAIN_S = 120.0
 """Time within which the requested nodes should start all waiting requests, in seconds.
 
 It distinguishes a past burst from a lasting load."""
-SEATS = 64
+DEFAULT_SEQUENCES = 64
 """Sequences per decode node, until a decode node has been seen."""
 
 
@@ -28,8 +28,8 @@ class Waiting(NamedTuple):
     ratio: float = inf
 
 
-class Holds(Protocol):
-    """Requests that wait because no node can take them."""
+class UnplacedRequests(Protocol):
+    """Requests that no node can take now."""
 
     @property
     def requests(self) -> int:
@@ -43,38 +43,40 @@ class Holds(Protocol):
 class Backlog:
     """Backlog of one model's nodes for autoscaling.
 
-    Waiting requests count towards decode nodes in proportion to the occupied seats, and towards prefill nodes
-    otherwise, so that only the short pool grows. Without any node both grow. A node's rate and seats are remembered
-    from the last nodes seen."""
+    Waiting requests count towards decode nodes in proportion to the occupied sequence slots, and towards prefill nodes
+    otherwise, so that only the short pool grows. Without any node both grow. A node's rate and number of sequences
+    are remembered from the last nodes seen."""
 
-    def __init__(self, waiting: Callable[[], Waiting], held: Holds, capacity: Callable[[], Capacity]) -> None:
-        self._waiting, self._held, self._capacity = waiting, held, capacity
-        self._rate, self._seats = Rates().prefill_tokens_per_s, float(SEATS)
+    def __init__(
+        self, waiting: Callable[[], Waiting], unplaced: UnplacedRequests, capacity: Callable[[], Capacity]
+    ) -> None:
+        self._waiting, self._unplaced, self._capacity = waiting, unplaced, capacity
+        self._rate, self._sequences_per_node = Rates().prefill_tokens_per_s, float(DEFAULT_SEQUENCES)
 
     def prefill_s(self) -> float:
         """Return the waiting prompts in seconds of one prefill node."""
-        full = self._look()
-        return ((1 - full) * self._waiting().prompt + self._held.tokens) / self._rate
+        full = self._occupancy()
+        return ((1 - full) * self._waiting().prompt + self._unplaced.tokens) / self._rate
 
     def decode_nodes(self) -> float:
         """Return how many decode nodes the waiting requests need beyond the existing ones.
 
         The result may be negative. Full nodes report pressure themselves, and capacity beyond the need of arrivals
         once the queue is empty is subtracted."""
-        full, decodes, waiting = self._look(), self._capacity().decodes, self._waiting()
-        most = waiting.sequences / self._seats
+        full, decodes, waiting = self._occupancy(), self._capacity().decodes, self._waiting()
+        most = waiting.sequences / self._sequences_per_node
         more = decodes * (waiting.ratio - 1 + waiting.seconds / DRAIN_S) if waiting.sequences and decodes else 0.0
-        return full * min(most, more) + self._held.requests / self._seats
+        return full * min(most, more) + self._unplaced.requests / self._sequences_per_node
 
-    def held(self) -> int:
-        """Return the number of requests that wait for a node."""
-        return self._held.requests
+    def unplaced(self) -> int:
+        """Return the number of requests that no node can take."""
+        return self._unplaced.requests
 
-    def _look(self) -> float:
-        """Update the remembered rate and seats from the current nodes; return the occupied fraction of the seats."""
+    def _occupancy(self) -> float:
+        """Update the remembered rate and sequences per node; return the occupied fraction of the sequence slots."""
         now = self._capacity()
         if now.prefills and now.prompt_per_s > 0:
             self._rate = now.prompt_per_s / now.prefills
         if now.decodes and now.sequences:
-            self._seats = now.sequences / now.decodes
+            self._sequences_per_node = now.sequences / now.decodes
         return min(1.0, now.taken / now.sequences) if now.sequences else 0.0

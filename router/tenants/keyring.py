@@ -19,12 +19,12 @@ class Keyring:
     previous keys stay valid."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self._own = {key_hash(settings.api_key.encode()): NOBODY} if settings.api_key else {}
-        self._file = WatchedFile(settings.api_keys, "api_keys", read_keys, self._take) if settings.api_keys else None
-        self.guards = bool(self._own or self._file)
+        self._settings_key = {key_hash(settings.api_key.encode()): NOBODY} if settings.api_key else {}
+        self._file = WatchedFile(settings.api_keys, "api_keys", read_keys, self._use) if settings.api_keys else None
+        self.guards = bool(self._settings_key or self._file)
         self._keys: Keys = {}
         self.tenants: dict[str, Tenant] = {}
-        self._take(self._file.value if self._file else {})
+        self._use(self._file.value if self._file else {})
 
     def presented(self, headers: Mapping[str, str]) -> Tenant | None:
         """Return the tenant of a request; None if a valid key is required and missing.
@@ -47,13 +47,13 @@ class Keyring:
     def tenant(self, key: bytes) -> Tenant | None:
         """Return the tenant of a key; None for an unknown key."""
         digest = key_hash(key)
-        return self._own.get(digest) or self._keys.get(digest)
+        return self._settings_key.get(digest) or self._keys.get(digest)
 
     def followed(self) -> AbstractAsyncContextManager[None]:
         """Follow changes of the file until the end of the block."""
         return self._file.followed() if self._file else nullcontext()
 
-    def _take(self, keys: Keys) -> None:
+    def _use(self, keys: Keys) -> None:
         self._keys = keys
-        everyone = [*keys.values(), *self._own.values()] if self.guards else [NOBODY]
-        self.tenants = {tenant.name: tenant for tenant in everyone}
+        all_tenants = [*keys.values(), *self._settings_key.values()] if self.guards else [NOBODY]
+        self.tenants = {tenant.name: tenant for tenant in all_tenants}

@@ -29,13 +29,13 @@ class Bucket:
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit = limit
-        self._held, self._at = float(limit), now
+        self._level, self._at = float(limit), now
 
-    def held(self, now: float) -> float:
+    def level(self, now: float) -> float:
         """Refill the bucket and return its tokens."""
-        self._held = min(self.limit, self._held + (now - self._at) * self.limit / MINUTE_S)
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / MINUTE_S)
         self._at = now
-        return self._held
+        return self._level
 
     def until_s(self, wanted: float, now: float) -> float:
         """Return the seconds until `wanted` tokens are available, or until the bucket is full if it is less.
@@ -43,19 +43,19 @@ class Bucket:
         A request larger than the limit takes the bucket below zero."""
         if not self.limit:
             return 0.0
-        lacking = min(wanted, self.limit) - self.held(now)
-        return max(0.0, lacking * MINUTE_S / self.limit)
+        missing = min(wanted, self.limit) - self.level(now)
+        return max(0.0, missing * MINUTE_S / self.limit)
 
     def take(self, amount: float, now: float) -> None:
         """Take tokens; a negative amount returns them."""
         if self.limit:
-            self._held = self.held(now) - amount
+            self._level = self.level(now) - amount
 
     def resize(self, limit: int, now: float) -> None:
         """Change the limit, keeping the amount taken."""
         if limit != self.limit:
-            taken = self.limit - self.held(now)
-            self.limit, self._held = limit, float(limit) - taken
+            taken = self.limit - self.level(now)
+            self.limit, self._level = limit, float(limit) - taken
 
 
 class Meter:
@@ -69,7 +69,7 @@ class Meter:
         self._requests = Bucket(tenant.requests_per_minute, now)
         self._tokens = Bucket(tenant.tokens_per_minute, now)
 
-    def become(self, tenant: Tenant) -> None:
+    def update(self, tenant: Tenant) -> None:
         """Apply changed limits of the tenant."""
         now = self._clock()
         self.tenant = tenant
@@ -80,13 +80,13 @@ class Meter:
         """Count a request; the caller must call `leave`. Raises RateLimited, in which case nothing is counted."""
         tenant, now = self.tenant, self._clock()
         if 0 < tenant.concurrent <= self.running:
-            said = f"{self.running} requests of {tenant.name} are in progress, its limit"
-            raise RateLimited(said, "requests", 1.0)
+            message = f"{self.running} requests of {tenant.name} are in progress, its limit"
+            raise RateLimited(message, "requests", 1.0)
         if wait_s := self._requests.until_s(1, now):
-            said = f"{tenant.name} is limited to {tenant.requests_per_minute} requests per minute"
-            raise RateLimited(said, "requests", wait_s)
+            message = f"{tenant.name} is limited to {tenant.requests_per_minute} requests per minute"
+            raise RateLimited(message, "requests", wait_s)
         if wait_s := self._tokens.until_s(1, now):
-            raise self._short(wait_s)
+            raise self._too_few_tokens(wait_s)
         self._requests.take(1, now)
         self.running += 1
 
@@ -98,7 +98,7 @@ class Meter:
         """Charge a request's prompt and minimum output; raise RateLimited."""
         now = self._clock()
         if wait_s := self._tokens.until_s(tokens, now):
-            raise self._short(wait_s, f", and this request takes {tokens}")
+            raise self._too_few_tokens(wait_s, f", and this request takes {tokens}")
         self._tokens.take(tokens, now)
 
     def settle(self, tokens: int) -> None:
@@ -114,13 +114,13 @@ class Meter:
         for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket.limit:
                 found[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
-                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.held(now))))
+                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.level(now))))
                 found[f"x-ratelimit-reset-{kind}"] = shown_seconds(bucket.until_s(bucket.limit, now))
         return found
 
-    def _short(self, wait_s: float, more: str = "") -> RateLimited:
-        said = f"{self.tenant.name} is limited to {self.tenant.tokens_per_minute} tokens per minute{more}"
-        return RateLimited(said, "tokens", wait_s)
+    def _too_few_tokens(self, wait_s: float, more: str = "") -> RateLimited:
+        message = f"{self.tenant.name} is limited to {self.tenant.tokens_per_minute} tokens per minute{more}"
+        return RateLimited(message, "tokens", wait_s)
 
 
 def shown_seconds(seconds: float) -> str:

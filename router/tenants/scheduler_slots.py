@@ -25,16 +25,16 @@ from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, Window
 
 HORIZON_S = 0.1
-"""With several tenants: prompts queued on the nodes ahead of the next arrival, in seconds of computation."""
-AHEAD = 2
-"""With one tenant: sequences in flight, as a multiple of running ones, so that no node idles."""
-LOOK_S = 0.5
+"""Prompts queued on the nodes ahead of the next arrival, with several tenants, in seconds of computation."""
+RUN_AHEAD = 2
+"""Multiple of the running sequences that may be in flight, with one tenant, so that no node idles."""
+CHECK_S = 0.5
 """Interval at which the capacity is checked while requests wait, in seconds."""
-LOOKED_AT = 32
+CHECKED_SLOTS = 32
 """Number of newest waiting slots checked at each interval for missed deadlines."""
-MEMORY_S = 20.0
+THROUGHPUT_DECAY_S = 20.0
 """Time constant of the throughput estimate, in seconds."""
-WORTH_S = 2.0
+MIN_OBSERVED_S = 2.0
 """Observation time before the throughput estimate may reject requests, in seconds."""
 
 
@@ -57,31 +57,31 @@ class ThroughputEstimate:
 
     def busy(self, now: float, waiting: bool) -> None:
         """Record whether requests wait from now on."""
-        self._pass(now)
+        self._decay(now)
         self._since = now if waiting else None
 
     def done(self, work: float, now: float) -> None:
         """Count finished work."""
         if self._since is not None:
-            self._pass(now)
+            self._decay(now)
             self._work += work
 
     @property
     def rate(self) -> float:
         """Return the work per second; 0 while unknown."""
-        return self._work / self._seconds if self._seconds >= WORTH_S else 0.0
+        return self._work / self._seconds if self._seconds >= MIN_OBSERVED_S else 0.0
 
-    def _pass(self, now: float) -> None:
+    def _decay(self, now: float) -> None:
         if self._since is not None:
             elapsed, self._since = now - self._since, now
-            fade = max(0.0, 1 - elapsed / MEMORY_S)
-            self._work, self._seconds = self._work * fade, self._seconds * fade + elapsed
+            factor = max(0.0, 1 - elapsed / THROUGHPUT_DECAY_S)
+            self._work, self._seconds = self._work * factor, self._seconds * factor + elapsed
 
 
 class Waiter(NamedTuple):
     """Waiting request: a future that resolves when its slot begins or is too late, and the deadline."""
 
-    coming: asyncio.Future[None]
+    started: asyncio.Future[None]
     deadline: float
 
 
@@ -106,133 +106,131 @@ class SchedulerSlots:
         self._metrics = metrics or RouterMetrics()
         self._most_queued = most_queued
         self._queue = FairQueue()
-        self._pace, self._flow = ThroughputEstimate(), ArrivalRate()
+        self._throughput, self._arrivals = ThroughputEstimate(), ArrivalRate()
         self._waiters: dict[Slot, Waiter] = {}
-        self._told = 0
-        self._look: asyncio.TimerHandle | None = None
+        self._reported = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, tenant: Tenant, call: RequestContext, size: Size) -> Slot:
         """Wait for a slot and return it; the caller must call `end`, and may call `began` before.
 
         Raises Overloaded as soon as the slot cannot come before the call's deadline or its tenant's target, or if too
         many of the tenant's requests wait."""
-        self._flow.came(size.sequences, self._clock())
-        turn = self._queue.enter(
+        self._arrivals.arrived(size.sequences, self._clock())
+        slot = self._queue.add(
             tenant,
             size.sequences,
             size.prompt,
             size.most_output,
             call.priority,
-            patient=call.is_patient,
+            background=call.is_background,
             session=call.session,
         )
-        self._deal()
-        if not turn.begun:
-            await self._wait(turn, call)
-        return turn
+        self._start_slots()
+        if not slot.begun:
+            await self._wait(slot, call)
+        return slot
 
-    def began(self, turn: Slot, share: float) -> None:
+    def began(self, slot: Slot, share: float) -> None:
         """Record the first token; `share` is the fraction of the prompt that was computed."""
-        self._queue.compute(turn, share)
+        self._queue.record_first_token(slot, share)
         if self._queue.queued:
-            self._deal()
+            self._start_slots()
 
-    def end(self, turn: Slot, computed: int, output: int) -> None:
+    def end(self, slot: Slot, computed: int, output: int) -> None:
         """End a slot, with the prompt tokens computed and the output tokens generated."""
-        self._queue.leave(turn, computed, output)
+        self._queue.end(slot, computed, output)
         if self._queue.queued:
-            self._pace.done(computed + OUTPUT_WEIGHT * output, self._clock())
-            self._deal()
+            self._throughput.done(computed + OUTPUT_WEIGHT * output, self._clock())
+            self._start_slots()
 
     @property
     def waiting(self) -> Waiting:
         """Return a summary of all waiting requests."""
-        seconds = self._queue.work / self._pace.rate if self._pace.rate else inf
-        sequences = sum(turn.sequences for turn in self._waiters)
-        return Waiting(sequences, sum(turn.prompt for turn in self._waiters), seconds, self._flow.ratio)
+        seconds = self._queue.work / self._throughput.rate if self._throughput.rate else inf
+        sequences = sum(slot.sequences for slot in self._waiters)
+        return Waiting(sequences, sum(slot.prompt for slot in self._waiters), seconds, self._arrivals.ratio)
 
-    async def _wait(self, turn: Slot, call: RequestContext) -> None:
+    async def _wait(self, slot: Slot, call: RequestContext) -> None:
         now = self._clock()
         latest = min(call.deadline, call.first_by)
         try:
-            self._check(turn, latest - now)
-            coming = asyncio.get_running_loop().create_future()
-            self._waiters[turn] = Waiter(coming, latest)
-            self._note()
+            self._check(slot, latest - now)
+            started = asyncio.get_running_loop().create_future()
+            self._waiters[slot] = Waiter(started, latest)
+            self._update()
             try:
                 async with asyncio.timeout(max(0.0, latest - now)):
-                    await coming
+                    await started
             except TimeoutError:
-                raise self._hopeless(self._ahead_s(turn)) from None
+                raise self._rejection(self._wait_s(slot)) from None
         except BaseException:
-            self._waiters.pop(turn, None)
-            self.end(turn, 0, 0)
-            self._note()
+            self._waiters.pop(slot, None)
+            self.end(slot, 0, 0)
+            self._update()
             raise
         self._metrics.turn_wait.observe(self._clock() - now)
 
-    def _check(self, turn: Slot, left_s: float) -> None:
-        lane = turn.lane
-        if lane.queued > self._most_queued:
-            place_s = self._ahead_s(turn) / lane.queued
-            raise Overloaded(f"{lane.queued - 1} requests are queued, the limit", retry_after=max(1.0, place_s))
-        ahead_s = self._ahead_s(turn)
-        if ahead_s > left_s:
-            raise self._hopeless(ahead_s - left_s)
+    def _check(self, slot: Slot, left_s: float) -> None:
+        queued, wait_s = slot.queue.queued, self._wait_s(slot)
+        if queued > self._most_queued:
+            raise Overloaded(f"{queued - 1} requests are queued, the limit", retry_after=max(1.0, wait_s / queued))
+        if wait_s > left_s:
+            raise self._rejection(wait_s - left_s)
 
-    def _ahead_s(self, turn: Slot) -> float:
+    def _wait_s(self, slot: Slot) -> float:
         """Estimate the seconds until the slot begins; 0 while unknown."""
-        return self._queue.ahead(turn) / self._pace.rate if self._pace.rate else 0.0
+        return self._queue.work_ahead(slot) / self._throughput.rate if self._throughput.rate else 0.0
 
-    def _hopeless(self, again_s: float) -> Overloaded:
+    def _rejection(self, retry_s: float) -> Overloaded:
         queued = len(self._waiters)
         return Overloaded(
             f"{queued} requests are queued; this one would not start before its deadline or its tenant's target",
-            retry_after=max(1.0, again_s),
+            retry_after=max(1.0, retry_s),
         )
 
-    def _deal(self) -> None:
+    def _start_slots(self) -> None:
         """Begin all slots that fit into the window."""
         window, some_waited = self._window(), bool(self._waiters)
-        while (turn := self._queue.next(window)) is not None:
-            self._flow.began(turn.sequences, self._clock())
-            waiter = self._waiters.pop(turn, None)
-            if waiter is not None and not waiter.coming.done():
-                waiter.coming.set_result(None)
+        while (slot := self._queue.next(window)) is not None:
+            self._arrivals.started(slot.sequences, self._clock())
+            waiter = self._waiters.pop(slot, None)
+            if waiter is not None and not waiter.started.done():
+                waiter.started.set_result(None)
         if some_waited:
-            self._note()
+            self._update()
 
     def _window(self) -> Window:
         capacity, shared = self._capacity(), self._shared()
         if not capacity.sequences:
             return Window()
         if not shared:
-            return Window(AHEAD * capacity.sequences)
+            return Window(RUN_AHEAD * capacity.sequences)
         return Window(capacity.sequences, HORIZON_S * capacity.prompt_per_s, True)
 
-    def _note(self) -> None:
+    def _update(self) -> None:
         """Update metrics and the timer after the set of waiting requests changed."""
         waiting = len(self._waiters)
-        self._metrics.queued.inc(waiting - self._told)
-        self._told = waiting
-        self._pace.busy(self._clock(), waiting > 0)
-        if self._look is not None and not waiting:
-            self._look.cancel()
-            self._look = None
-        elif self._look is None and waiting:
-            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+        self._metrics.queued.inc(waiting - self._reported)
+        self._reported = waiting
+        self._throughput.busy(self._clock(), waiting > 0)
+        if self._timer is not None and not waiting:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and waiting:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._recheck)
 
-    def _look_again(self) -> None:
-        self._look = None
-        self._deal()
-        self._send_away()
-        self._note()
+    def _recheck(self) -> None:
+        self._timer = None
+        self._start_slots()
+        self._reject_late()
+        self._update()
 
-    def _send_away(self) -> None:
+    def _reject_late(self) -> None:
         """Reject a few waiting requests that will miss their deadline, as soon as that is known."""
-        now, most_s = self._clock(), self._queue.work / self._pace.rate if self._pace.rate else 0.0
-        doubtful = (pair for pair in reversed(self._waiters.items()) if now + most_s > pair[1].deadline)
-        for turn, waiter in list(islice(doubtful, LOOKED_AT)):
-            late_s = now + self._ahead_s(turn) - waiter.deadline
-            if late_s > 0 and not waiter.coming.done():
-                waiter.coming.set_exception(self._hopeless(late_s))
+        now, work_s = self._clock(), self._queue.work / self._throughput.rate if self._throughput.rate else 0.0
+        candidates = (pair for pair in reversed(self._waiters.items()) if now + work_s > pair[1].deadline)
+        for slot, waiter in list(islice(candidates, CHECKED_SLOTS)):
+            late_s = now + self._wait_s(slot) - waiter.deadline
+            if late_s > 0 and not waiter.started.done():
+                waiter.started.set_exception(self._rejection(late_s))

@@ -28,7 +28,7 @@ class Window(NamedTuple):
     shared: bool = False
 
 
-Part = tuple[float, float]
+WindowUse = tuple[float, float]
 """Part of the window: sequences and prompt tokens."""
 
 
@@ -40,8 +40,8 @@ class TenantQueue:
     waiting            waiting slots by priority and arrival, some of them abandoned
     queued, work       number and work of the waiting slots
     sequences, prompt  its part of the window
-    patient            part of these that its patient requests use
-    under_way          its work in flight
+    background         part of these that its background requests use
+    in_flight          its work in flight
     given              recent work given, divided by its share
     fresh              expected fraction of a prompt that is not cached
     output             expected output tokens of a sequence
@@ -55,8 +55,8 @@ class TenantQueue:
     work: float = 0.0
     sequences: float = 0.0
     prompt: float = 0.0
-    patient: Part = (0.0, 0.0)
-    under_way: float = 0.0
+    background: WindowUse = (0.0, 0.0)
+    in_flight: float = 0.0
     given: float = 0.0
     fresh: float = 1.0
     output: float = FIRST_OUTPUT
@@ -78,7 +78,7 @@ class TenantQueue:
 
     def head(self) -> Slot | None:
         """Return the next slot to begin, and drop abandoned ones before it."""
-        while self.waiting and self.waiting[0].over:
+        while self.waiting and self.waiting[0].ended:
             heapq.heappop(self.waiting)
         return self.waiting[0] if self.waiting else None
 
@@ -90,20 +90,20 @@ class Slot:
     sequences, prompt, output  sequences, and expected prompt tokens to compute and output tokens
     work                       the same in tokens of work
     newcomer                   the nodes should serve it first, as its tenant had received little work when it began
-    patient                    it gives way on the nodes, so that other requests may use its part of the window
+    background                 it yields on the nodes, so that other requests may use its part of the window
     """
 
-    lane: TenantQueue
+    queue: TenantQueue
     order: tuple[int, float, int]
     sequences: int
     prompt: int
     output: float
     begun: bool = False
     computed: bool = False
-    over: bool = False
+    ended: bool = False
     newcomer: bool = False
-    patient: bool = False
-    counted: Part = (0.0, 0.0)
+    background: bool = False
+    used: WindowUse = (0.0, 0.0)
     work: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Slot:
     @property
     def at_once(self) -> int:
         """Return how many of its sequences may run on the nodes at a time."""
-        return max(1, int(self.counted[0]))
+        return max(1, int(self.used[0]))
 
     def __lt__(self, other: Slot) -> bool:
         return self.order < other.order

@@ -65,6 +65,6 @@ class TenantRegistry:
         self._known = self.keyring.tenants
         for name, meter in list(self._meters.items()):
             if name in self._known:
-                meter.become(self._known[name])
+                meter.update(self._known[name])
             elif not meter.running:
                 del self._meters[name]

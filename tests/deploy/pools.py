@@ -15,7 +15,7 @@ from kvferry.placement.capacity import Capacity
 from kvferry.protocol.lease import Load
 from kvferry.router.tenants.arrival_rate import ArrivalRate
 from kvferry.router.tenants.backlog import Backlog, Waiting
-from kvferry.router.tenants.scheduler_slots import AHEAD
+from kvferry.router.tenants.scheduler_slots import RUN_AHEAD
 from kvferry.worker.scaling_signals import decode_pressure, latency_share, prefill_backlog_s
 from tests.deploy.remote_write import STALE, Series, series
 
@@ -80,14 +80,14 @@ class Pools:
 
     def arrive(self, tokens: float, output: float) -> None:
         self.waiting.append(Prompt(tokens, output))
-        self._flow.came(1, self.now)
+        self._flow.arrived(1, self.now)
 
     def tick(self) -> None:
         """A moment passes."""
         self.now += TICK_S
-        while self.waiting and self._under_way() < AHEAD * self.seats * len(self.ready("decode")):
+        while self.waiting and self._under_way() < RUN_AHEAD * self.seats * len(self.ready("decode")):
             prompt = self.waiting.pop(0)
-            self._flow.began(1, self.now)
+            self._flow.started(1, self.now)
             pods = self.ready("prefill") or self.ready("decode")
             min(pods, key=lambda pod: pod.tokens).prompts.append(prompt)
         for pods in self.pods.values():
@@ -98,13 +98,13 @@ class Pools:
 
     def metrics(self) -> dict[Series, float]:
         """What a scrape of all of them finds now, with a mark for what it found before."""
-        self._backlog.held()
+        self._backlog.unplaced()
         made = partial(series, namespace=self.namespace)
         router = partial(made, pod="router-1", model_name="m")
         found = {
             router("kvferry_prefill_backlog_seconds"): self._backlog.prefill_s(),
             router("kvferry_decode_pressure"): self._backlog.decode_nodes(),
-            router("kvferry_requests_held"): float(self._backlog.held()),
+            router("kvferry_requests_held"): float(self._backlog.unplaced()),
             router("kvferry_output_tokens_total"): self._output,
         }
         for role, pods in self.pods.items():

@@ -14,7 +14,7 @@ from kvferry.protocol.lease import Load, Rates
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.arrival_rate import ArrivalRate
-from kvferry.router.tenants.backlog import SEATS, Backlog, Waiting
+from kvferry.router.tenants.backlog import DEFAULT_SEQUENCES, Backlog, Waiting
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size
 from kvferry.router.tenants.tenant import Tenant
 from tests.api_parts import Api, FakeCluster, says
@@ -62,31 +62,31 @@ def test_a_queue_asks_for_nodes_for_what_comes_and_not_for_all_that_came() -> No
 def test_sequences_that_come_are_compared_with_those_that_begin_of_late() -> None:
     flow = ArrivalRate()
     assert flow.ratio == 1.0
-    flow.came(4, 10.0)
+    flow.arrived(4, 10.0)
     assert flow.ratio == inf
-    flow.began(2, 10.0)
+    flow.started(2, 10.0)
     assert flow.ratio == 2.0
     for second in range(11, 100):
-        flow.came(2, second)
-        flow.began(4, second)
+        flow.arrived(2, second)
+        flow.started(4, second)
     assert flow.ratio == pytest.approx(0.5, rel=0.01)
 
 
 def test_what_is_held_asks_both_pools_by_what_the_last_nodes_were() -> None:
     now, held = NODES, PendingRequests()
     found = Backlog(Waiting, held, lambda: now)
-    assert (found.prefill_s(), found.decode_nodes(), found.held()) == (0, 0, 0)
+    assert (found.prefill_s(), found.decode_nodes(), found.unplaced()) == (0, 0, 0)
     now = Capacity()
     held.enter("a", 1500)
     held.enter("b", 500)
-    assert (found.prefill_s(), found.decode_nodes(), found.held()) == (2.0, 0.25, 2)
+    assert (found.prefill_s(), found.decode_nodes(), found.unplaced()) == (2.0, 0.25, 2)
     held.leave("a")
     held.leave("a")
     held.enter("b", 600)
-    assert (found.prefill_s(), found.held()) == (0.6, 1)
+    assert (found.prefill_s(), found.unplaced()) == (0.6, 1)
     unseen = Backlog(Waiting, held, Capacity)
     assert unseen.prefill_s() == 600 / Rates().prefill_tokens_per_s
-    assert unseen.decode_nodes() == 1 / SEATS
+    assert unseen.decode_nodes() == 1 / DEFAULT_SEQUENCES
 
 
 async def test_turns_tell_what_waits_and_what_left() -> None:
@@ -106,7 +106,7 @@ async def test_turns_tell_what_waits_and_what_left() -> None:
 async def test_a_router_without_nodes_shows_whom_it_holds_until_one_comes() -> None:
     async with Bench([], patience_s=10) as bench:
         found = Backlog(Waiting, bench.cluster.held, bench.cluster.capacity)
-        bench.metrics.scaling.follow("m", found.prefill_s, found.decode_nodes, found.held)
+        bench.metrics.scaling.follow("m", found.prefill_s, found.decode_nodes, found.unplaced)
 
         def sample(name: str) -> float | None:
             return bench.metrics.registry.get_sample_value(name, {"model_name": "m"})
@@ -115,7 +115,7 @@ async def test_a_router_without_nodes_shows_whom_it_holds_until_one_comes() -> N
         await until(lambda: sample("kvferry_requests_held") == 3)
         rate = Rates().prefill_tokens_per_s
         assert sample("kvferry_prefill_backlog_seconds") == pytest.approx(3 * len(PROMPT) / rate)
-        assert sample("kvferry_decode_pressure") == 3 / SEATS
+        assert sample("kvferry_decode_pressure") == 3 / DEFAULT_SEQUENCES
         tasks[0].cancel()
         await until(lambda: sample("kvferry_requests_held") == 2)
         await bench.add(decode("d1"))

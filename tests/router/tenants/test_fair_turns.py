@@ -126,7 +126,7 @@ async def test_a_deadline_or_target_that_passes_in_the_queue_is_a_429(bound: dic
 async def test_a_deadline_that_cannot_be_met_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate at which work is done is learned; then a request that would wait for longer than it may is sent away
     with the time after which it would do."""
-    monkeypatch.setattr(turns_module, "WORTH_S", 0.05)
+    monkeypatch.setattr(turns_module, "MIN_OBSERVED_S", 0.05)
     queue = Queue(1, shared=True)
     turn = await queue.turns.take(A, call(), SIZE)
     tasks = [asyncio.create_task(queue.turns.take(A, call(), SIZE)) for _ in range(40)]
@@ -149,8 +149,8 @@ async def test_who_waits_hears_that_its_turn_will_be_too_late_once_that_can_be_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The rate was not known when it came: it had waited until its deadline."""
-    monkeypatch.setattr(turns_module, "WORTH_S", 0.2)
-    monkeypatch.setattr(turns_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(turns_module, "MIN_OBSERVED_S", 0.2)
+    monkeypatch.setattr(turns_module, "CHECK_S", 0.05)
     queue = Queue(1, shared=True)
     turn = await queue.turns.take(A, call(), SIZE)
     tasks = [asyncio.create_task(queue.turns.take(A, call(), SIZE)) for _ in range(200)]
@@ -170,7 +170,7 @@ async def test_who_waits_hears_that_its_turn_will_be_too_late_once_that_can_be_t
 
 
 async def test_nodes_that_join_are_noticed_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(turns_module, "CHECK_S", 0.02)
     queue = Queue(1, shared=True)
     await queue.turns.take(A, call(), SIZE)
     task = asyncio.create_task(queue.turns.take(A, call(), SIZE))

@@ -20,10 +20,10 @@ def test_a_bucket_refills_steadily_and_may_owe() -> None:
     bucket = Bucket(60, 0.0)
     bucket.take(60, 0.0)
     assert bucket.until_s(1, 0.0) == pytest.approx(1.0)
-    assert bucket.held(30.0) == pytest.approx(30.0)
+    assert bucket.level(30.0) == pytest.approx(30.0)
     bucket.take(50, 30.0)
     assert bucket.until_s(10, 30.0) == pytest.approx(30.0)
-    assert bucket.held(1000.0) == 60
+    assert bucket.level(1000.0) == 60
     assert bucket.until_s(500, 1000.0) == 0.0
 
 
@@ -98,9 +98,9 @@ def test_a_new_limit_keeps_what_was_taken() -> None:
     meter = Meter(Tenant("acme", requests_per_minute=10), Clock())
     for _ in range(4):
         meter.enter()
-    meter.become(Tenant("acme", requests_per_minute=5))
+    meter.update(Tenant("acme", requests_per_minute=5))
     assert meter.headers()["x-ratelimit-remaining-requests"] == "1"
-    meter.become(Tenant("acme"))
+    meter.update(Tenant("acme"))
     for _ in range(20):
         meter.enter()
 
