@@ -25,7 +25,7 @@ from kvferry.router.api.sse import TextEvent
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.journal.event_ids import EventIds
 from kvferry.router.journal.recording import JournalHead
-from kvferry.router.journal.writer import JournalWriter, Leave, OpenJournal
+from kvferry.router.journal.writer import CloseMode, JournalWriter, OpenJournal
 from kvferry.router.request_context import RequestIdentity
 
 STREAMS, ROUNDS, TOKENS = 256, 20, 12
@@ -48,12 +48,12 @@ def record(streams: list[OpenJournal], output: Output) -> None:
     """Record what the streams deliver between two writes."""
     for stream in streams:
         for _ in range(TOKENS):
-            stream.tape.add(0, output)
+            stream.pending.add(0, output)
 
 
 async def measured(journals: Journals) -> list[list[str]]:
     """Return the table's rows."""
-    writer = JournalWriter(journals, "bench", JournalMetrics(CollectorRegistry()), most_bytes=2**20)
+    writer = JournalWriter(journals, "bench", JournalMetrics(CollectorRegistry()), max_bytes=2**20)
     event, output, tokens = TextEvent(SHAPE), Output((4242,)), STREAMS * ROUNDS * TOKENS
     ids = [EventIds(f"chatcmpl-{secrets.token_hex(16)}.{secrets.token_hex(4)}", 1) for _ in range(STREAMS)]
     began = time.process_time()
@@ -74,7 +74,7 @@ async def measured(journals: Journals) -> list[list[str]]:
         write_s += time.process_time() - began
     began = time.process_time()
     for stream in streams:
-        writer.leave(stream, Leave.END)
+        writer.close(stream, CloseMode.END)
     await writer.flush()
     request_s += time.process_time() - began
     rows = [("ids of events", marked_s - plain_s), ("recording", record_s), ("writing", write_s)]

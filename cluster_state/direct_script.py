@@ -15,7 +15,7 @@ from kvferry.cluster_state.script_connection import ScriptConnection, packed
 
 
 class DirectScript(Script):
-    """A script whose usual call costs less than the client's.
+    """Script whose usual call costs less than a call of the client.
 
     The client takes a connection from its pool for each command, checks it, and times each step; here one dedicated
     connection carries all calls. The caller sets the time limit. After a broken connection or an error of the server,
@@ -28,9 +28,9 @@ class DirectScript(Script):
         self._closed: list[ScriptConnection] = []
 
     def call(self, keys: Sequence[str], args: Sequence[bytes]) -> asyncio.Future[Any] | None:
-        """Send a call on the dedicated connection; return the future answer, or None if `run` has to make the call.
+        """Send a call on the dedicated connection; return the future answer, or None: use `run` instead.
 
-        The future may raise ResponseError or RedisConnectionError; the call may then be made by `run`."""
+        The future may raise ResponseError or RedisConnectionError; the caller may then use `run`."""
         connection = self._connection
         if connection is None:
             return None
@@ -62,7 +62,7 @@ class DirectScript(Script):
         connection = await self._pool.get_connection()
         if self._connection is None:
             self._connection = ScriptConnection(connection)
-        else:  # another call was faster
+        else:  # another call has opened one meanwhile
             await self._pool.release(connection)
 
     def _drop(self, connection: ScriptConnection) -> None:

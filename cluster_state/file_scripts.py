@@ -1,9 +1,9 @@
 """Lua scripts for clients' files and batches in Redis, run by `redis_files`, `redis_batches` and `redis_batch_rows`.
 
-No script writes more than one piece of a content, so that none holds the server."""
+No script writes more than one piece of a file, so that none blocks the server."""
 
 # KEYS of the scripts of files: prefix of records, ages, sizes, arriving, rows. `sizes` has bytes by id, and the sum
-# under the empty id. A prune takes at most a hundred ids, so that no call holds the server.
+# under the empty id. A prune removes at most a hundred ids, so that no call blocks the server.
 _COMMON = """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -29,8 +29,8 @@ end
 local function sum() return tonumber(redis.call('HGET', KEYS[3], '') or 0) end
 """
 
-# ARGV: id, bytes, most bytes, most files, TTL in ms, TTL of what arrives in ms, id of what the file replaces or empty.
-# Returns what was decided, and the bytes or the number of files that decided it.
+# ARGV: id, bytes, most bytes, most files, TTL in ms, TTL of incomplete files in ms, id of the replaced rows
+# or empty. Returns the decision, and the bytes or the number of files on which it is based.
 RESERVE = (
     _COMMON
     + """
@@ -51,7 +51,7 @@ return {'room', left}
 """
 )
 
-# ARGV: id, record, TTL in ms, id of what the file replaces or empty. Returns 0 if the reservation has ended.
+# ARGV: id, record, TTL in ms, id of the replaced rows or empty. Returns 0 if the reservation has ended.
 COMMIT = (
     _COMMON
     + """
@@ -71,10 +71,10 @@ return 1
 # ARGV: id. Returns 1 if it was known.
 FORGET = _COMMON + "return forget(ARGV[1]) and 1 or 0"
 
-# ARGV: TTL in ms, TTL of what arrives in ms. Returns the bytes in use.
+# ARGV: TTL in ms, TTL of incomplete files in ms. Returns the bytes in use.
 USED = _COMMON + "prune(KEYS[2], ARGV[1]) prune(KEYS[4], ARGV[2]) prune(KEYS[5], ARGV[1]) return sum()"
 
-# KEYS: prefix of pieces. ARGV: first, last, TTL in ms. Returns how many pieces there are.
+# KEYS: prefix of pieces. ARGV: first, last, TTL in ms. Returns the number of existing pieces.
 KEEP = """
 local found = 0
 for number = tonumber(ARGV[1]), tonumber(ARGV[2]) do
@@ -94,7 +94,7 @@ end
 return found
 """
 
-# KEYS and ARGV as in FILES. Returns id, state and cancellation in turn; what is not there is empty.
+# KEYS and ARGV as in FILES. Returns id, state and cancellation in turn; missing values are empty.
 BATCHES = """
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[2], ARGV[1], ARGV[2])) do
@@ -116,7 +116,7 @@ redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('ZADD', KEYS[3], now, ARGV[4])
 """
 
-# KEYS: batch. A new holder: holders with earlier numbers can write no more. Returns state and number.
+# KEYS: batch. Adds a holder, after which holders with earlier numbers cannot write. Returns state and number.
 HOLD = """
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return {} end
@@ -132,7 +132,7 @@ if ARGV[4] ~= '' then redis.call('ZREM', KEYS[2], ARGV[4]) end
 return 'saved'
 """
 
-# KEYS: batch. Returns 1 if it is there.
+# KEYS: batch. Returns 1 if it exists.
 CANCEL = """
 if not redis.call('HGET', KEYS[1], 'state') then return 0 end
 redis.call('HSET', KEYS[1], 'cancel', 1)

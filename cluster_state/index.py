@@ -6,7 +6,8 @@ as absent, so a crash or restart voids a node's rows at once.
 
 A node has rows under its id for blocks of its pool, and under `on_tier` for blocks that it must first read from a tier.
 Both depend on the node's lease, not on each other. Blocks in the shared object store have rows under ON_STORE,
-whichever node wrote them: one row for the last block of each group. Those live ROW_TTL_S and depend on no lease.
+one for the last block of each group, independent of the node that wrote them. These live ROW_TTL_S and depend on no
+lease.
 
 Implementations: `redis_store.RedisStore` and `memory_store.MemoryStore`. Calls raise only RegistryUnavailable, and
 every call may be repeated."""
@@ -48,13 +49,14 @@ class BlockIndex(Protocol):
         """Remove the rows `removed`, then write the rows `stored`.
 
         If this epoch is registered, it overwrites and removes rows of all other epochs; newer ones come from a clock
-        that was set back since. Otherwise rows of other epochs are not removed, and rows of newer ones not overwritten.
-        After an error any part may have been applied. Raises RegistryFull if new rows exceed the store's memory."""
+        that has since been set back. Otherwise rows of other epochs are not removed, and rows of newer ones not
+        overwritten. After an error any part may have been applied. Raises RegistryFull if new rows exceed the store's
+        memory."""
 
     async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
         """`publish` rows again, and drop void rows of other nodes under the same keys.
 
-        Void are rows of nodes without a live lease, and of an older epoch than the lease's. A key with few rows is
+        Rows of nodes without a live lease, or of an older epoch than the lease's, are void. A key with few rows is
         cleaned completely, others in a random sample."""
 
     async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:

@@ -20,9 +20,9 @@ from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.index")
 
-PACE_S = 5.0
+REWRITE_S = 5.0
 """Time over which a rewrite of all rows is spread, in seconds."""
-TURN = 32
+MAX_BATCHES = 32
 """Maximum number of batches written before refresh and loss detection run."""
 FULL_S = 2.0
 """Seconds between attempts to add rows to a full store."""
@@ -35,7 +35,8 @@ class IndexWriter:
     flush_s      seconds for which changes are collected before they are written
     refresh_s    seconds between slow rewrites of all rows, which also compare them with the snapshot
     sample_s     seconds between samples of rows; if one is lost, all rows are slowly written again
-    max_noted    maximum number of changes held for the next run; beyond it they are dropped and the snapshot is used
+    max_changes  maximum number of changed rows held for the next run; beyond it they are dropped and the snapshot is
+    used
 
     Removals are written before additions, and parents before children, so the index errs towards fewer blocks. After a
     failure everything is written again. A full store is not a failure: removals continue and additions wait. Memory
@@ -53,15 +54,15 @@ class IndexWriter:
         refresh_s: float = ROW_TTL_S / 2,
         sample_s: float = 2.0,
         batch: int = 512,
-        max_noted: int = 65536,
+        max_changes: int = 65536,
     ) -> None:
         self._index, self._node_id, self._epoch, self._snapshot = index, node_id, epoch, snapshot
-        self._flush_s, self._refresh_s, self._batch, self._max_noted = flush_s, refresh_s, batch, max_noted
-        self._losses, self._pace = RowLossDetector(sample_s), batch
-        self._room_at, self._no_room = -math.inf, RateLimitedLog(log, every_s=60.0)
+        self._flush_s, self._refresh_s, self._batch, self._max_changes = flush_s, refresh_s, batch, max_changes
+        self._loss_detector, self._refresh_rows = RowLossDetector(sample_s), batch
+        self._add_again_at, self._full_log = -math.inf, RateLimitedLog(log, every_s=60.0)
         self._lock = threading.Lock()
-        self._notes: list[tuple[Sequence[bytes], Sequence[bytes]]] = []
-        self._noted = 0
+        self._changes: list[tuple[Sequence[bytes], Sequence[bytes]]] = []
+        self._changed_rows = 0
         self._compare, self._rewrite = True, False
         self._rows = OwnRows()
         self._stale: deque[bytes] = deque()  # rows to refresh
@@ -77,7 +78,7 @@ class IndexWriter:
     @property
     def pending(self) -> int:
         """Return the number of additions and removals not written yet."""
-        return len(self._rows.new) + len(self._rows.gone) + self._noted
+        return len(self._rows.new) + len(self._rows.gone) + self._changed_rows
 
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Record a change of the node's blocks. Thread-safe.
@@ -86,10 +87,10 @@ class IndexWriter:
         with self._lock:
             if self._compare:
                 return
-            self._notes.append((stored, removed))
-            self._noted += len(stored) + len(removed)
-            if self._noted > self._max_noted:
-                self._notes, self._noted, self._compare = [], 0, True
+            self._changes.append((stored, removed))
+            self._changed_rows += len(stored) + len(removed)
+            if self._changed_rows > self._max_changes:
+                self._changes, self._changed_rows, self._compare = [], 0, True
 
     def republish(self) -> None:
         """Write all rows again, because the index may have lost them."""
@@ -106,23 +107,23 @@ class IndexWriter:
             await self._task
 
     async def flush(self) -> bool:
-        """Write pending changes, at most TURN batches, and part of a refresh; return True if no addition is left."""
+        """Write at most MAX_BATCHES batches, and part of a refresh; return True if no addition remains."""
         try:
-            await self._take_notes()
-            for _ in range(TURN):
-                if self._stopping.is_set() or not (self._rows.gone or (self._rows.new and self._room())):
+            await self._apply_changes()
+            for _ in range(MAX_BATCHES):
+                if self._stopping.is_set() or not (self._rows.gone or (self._rows.new and self._may_add())):
                     break
                 await self._write()
-                await self._take_notes()
+                await self._apply_changes()
             if self._stopping.is_set():
                 return False
-            if self._room():
-                await self._refresh_some()
-            await self._look_for_losses()
-            self._reached()
+            if self._may_add():
+                await self._refresh_part()
+            await self._check_losses()
+            self._record_recovery()
         except RegistryFull as error:
-            self._room_at = time.monotonic() + FULL_S
-            self._no_room.warning("%d rows were not written to the block index: %s", len(self._rows.new), error)
+            self._add_again_at = time.monotonic() + FULL_S
+            self._full_log.warning("%d rows were not written to the block index: %s", len(self._rows.new), error)
             return False
         except Exception as error:
             self._failures = min(self._failures + 1, 10)
@@ -139,7 +140,7 @@ class IndexWriter:
             if time.monotonic() >= refresh_at:
                 refresh_at = time.monotonic() + self._refresh_s
                 self._compare = True
-                self._stale, self._pace = deque(self._rows.held), self._batch
+                self._stale, self._refresh_rows = deque(self._rows.held), self._batch
             backoff_s = min(self._flush_s * 2.0**self._failures, 2.0) * random.uniform(0.5, 1.0)
             try:
                 async with asyncio.timeout(backoff_s):
@@ -150,21 +151,21 @@ class IndexWriter:
     async def _write(self) -> None:
         """Write one batch.
 
-        While the index is unavailable, removals fill the batch, so that few additions are tried, since each one tried
-        must be remembered."""
+        While the index is unavailable, removals fill the batch, so that few additions are tried: each tried addition
+        must be removed later."""
         gone = list(islice(self._rows.gone, self._batch))
-        new = list(islice(self._rows.new, self._batch - len(gone))) if self._room() else []
+        new = list(islice(self._rows.new, self._batch - len(gone))) if self._may_add() else []
         for row in new:
             self._rows.new[row] = True
         await self._index.publish(self._node_id, self._epoch, new, gone)
-        if self._reached():
+        if self._record_recovery():
             return  # An addition that timed out may still take effect after this removal: remove it again.
         for row in gone:
             del self._rows.gone[row]
         for row in new:
             del self._rows.new[row]
 
-    def _reached(self) -> bool:
+    def _record_recovery(self) -> bool:
         """Record that the index answered; return whether it had failed before, so that everything is written again."""
         if self._failures == 0:
             return False
@@ -172,33 +173,35 @@ class IndexWriter:
         self._failures, self._rewrite = 0, True
         return True
 
-    def _room(self) -> bool:
+    def _may_add(self) -> bool:
         """Return whether additions may be tried."""
-        return time.monotonic() >= self._room_at
+        return time.monotonic() >= self._add_again_at
 
-    async def _refresh_some(self) -> None:
-        for begin in range(0, self._pace, self._batch):
-            due = list(islice(self._stale, min(self._batch, self._pace - begin)))
+    async def _refresh_part(self) -> None:
+        for begin in range(0, self._refresh_rows, self._batch):
+            due = list(islice(self._stale, min(self._batch, self._refresh_rows - begin)))
             rows = [row for row in due if row in self._rows.held]
             if rows:
                 await self._index.refresh(self._node_id, self._epoch, rows)
             for _ in due:
                 self._stale.popleft()
 
-    async def _look_for_losses(self) -> None:
-        sample = [] if self._stale else self._losses.sample(self._rows.held, self._rows.new)
-        if sample and self._losses.mend(await self._index.present(self._node_id, self._epoch, sample), len(sample)):
+    async def _check_losses(self) -> None:
+        sample = [] if self._stale else self._loss_detector.sample(self._rows.held, self._rows.new)
+        if sample and self._loss_detector.should_rewrite(
+            await self._index.present(self._node_id, self._epoch, sample), len(sample)
+        ):
             self._stale = deque(self._rows.held)
-            self._pace = max(self._batch, math.ceil(len(self._rows.held) * self._flush_s / PACE_S))
+            self._refresh_rows = max(self._batch, math.ceil(len(self._rows.held) * self._flush_s / REWRITE_S))
 
-    async def _take_notes(self) -> None:
+    async def _apply_changes(self) -> None:
         """Apply the recorded changes, and compare with the snapshot if needed.
 
-        Changes noted during the call are applied after the snapshot, which may already contain them."""
+        Changes recorded during the call are applied after the snapshot, which may already contain them."""
         with self._lock:
-            notes, self._notes, self._noted = self._notes, [], 0
+            changes, self._changes, self._changed_rows = self._changes, [], 0
             compare, self._compare = self._compare or self._rewrite, False
-        for stored, removed in notes:
+        for stored, removed in changes:
             for row in stored:
                 self._rows.add(row)
             for row in removed:

@@ -2,8 +2,8 @@
 
 from kvferry.cluster_state.redis_router_leases import ALIVE
 
-# The books of a tenant: scores of #ages are the times at which journals expire, so that those that end first go first.
-_BOOKS = (
+# Bookkeeping of a tenant: scores of #ages are the times at which journals expire; the next to expire is evicted first.
+_BOOKKEEPING = (
     ALIVE
     + """
 local function forget(tenant, name)
@@ -65,7 +65,7 @@ end
 # KEYS: prefix. ARGV: tenant, name, key, owner, head, TTL in ms, longest TTL in ms, most bytes, most journals.
 # Returns the name of the journal that exists already; "" if this one is new now, and "!" if it exceeds the share.
 OPEN = (
-    _BOOKS
+    _BOOKKEEPING
     + """
 local own = KEYS[1] .. ARGV[1]
 if ARGV[3] ~= '' then
@@ -83,7 +83,7 @@ return grow(ARGV[1], ARGV[2], #ARGV[5], ARGV[8], ARGV[9]) and '' or '!'
 # KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, then tenant, name, number, entry and TTL in
 # ms of each append. Returns their outcomes as in `journals.Kept`.
 APPEND = (
-    _BOOKS
+    _BOOKKEEPING
     + """
 local outcomes = {}
 for at = 5, #ARGV, 5 do
@@ -133,7 +133,7 @@ return found
 
 # KEYS: prefix, leases. ARGV: tenant, name, owner, TTL in ms, longest TTL in ms, lease in ms, 1 to claim by force.
 CLAIM = (
-    _BOOKS
+    _BOOKKEEPING
     + """
 local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
 local owner = redis.call('HGET', record, 'owner')
@@ -145,9 +145,9 @@ return 1
 """
 )
 
-# KEYS: prefix. ARGV: tenant, name, owner, TTL in ms to give it up or 0 to delete it, longest TTL in ms.
-LEAVE = (
-    _BOOKS
+# KEYS: prefix. ARGV: tenant, name, owner, TTL in ms to release it or 0 to delete it, longest TTL in ms.
+RELEASE = (
+    _BOOKKEEPING
     + """
 local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
 if redis.call('HGET', record, 'owner') ~= ARGV[3] then return 0 end

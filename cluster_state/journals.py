@@ -10,17 +10,17 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 MAX_JOURNALS = 10_000
-"""Maximum number of journals of one tenant, whatever their size."""
+"""Maximum number of journals of one tenant, of any size."""
 
 
-class Kept(IntEnum):
+class AppendOutcome(IntEnum):
     """Outcome of an append.
 
-    YES: the entry is stored. LOST: another router owns the journal. GONE: the journal expired, was evicted or deleted.
-    FULL: the journal alone exceeds the tenant's share, and was deleted."""
+    STORED: the entry is stored. LOST: another router owns the journal. GONE: the journal expired, was evicted or
+    deleted. FULL: the journal alone exceeds the tenant's share, and was deleted."""
 
     LOST = 0
-    YES = 1
+    STORED = 1
     GONE = 2
     FULL = 3
 
@@ -30,7 +30,7 @@ HEAD = -1
 
 
 class Append(NamedTuple):
-    """An entry for a journal; `number` counts entries from 0, or is HEAD. An empty entry only renews the TTL."""
+    """Entry for a journal; `number` counts entries from 0, or is HEAD. An empty entry only renews the TTL."""
 
     tenant: str
     name: str
@@ -41,9 +41,9 @@ class Append(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A journal as read: its head, its entries from the requested one on, and its owner.
+    """Journal as read: its head, its entries from the requested one on, and its owner.
 
-    owner      id of the router that writes the journal; empty if it was given up
+    owner      id of the router that writes the journal; empty if it was released
     is_owned   whether the owner's lease is live
     age_s      seconds since the journal was opened
     """
@@ -56,24 +56,24 @@ class Journal:
 
 
 class Journals(Protocol):
-    """Journals by tenant and name, each with one owner; bounded per tenant, those that expire first evicted first."""
+    """Journals by tenant and name, each with one owner; bounded per tenant, the next to expire is evicted first."""
 
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
         """Open a journal and return "", or the name of the existing journal with this key or this name.
 
         key: the client's idempotency key; empty: none."""
 
-    async def append(self, owner: str, appends: list[Append]) -> list[Kept]:
+    async def append(self, owner: str, appends: list[Append]) -> list[AppendOutcome]:
         """Append to journals that `owner` owns, in one call; return the outcome of each."""
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
         """Return a journal with its entries from number `since` on; None if there is none."""
 
     async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
-        """Become the owner of a journal without a live owner, or of any journal by force; return whether it worked."""
+        """Become the owner of a journal without a live owner, or by force of any journal; return whether it succeeded."""
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
-        """Give up the ownership of a journal, which expires in `ttl_s`; return False if `owner` did not own it."""
+        """Release a journal, which expires in `ttl_s`; return False if `owner` did not own it."""
 
     async def drop(self, tenant: str, name: str, owner: str) -> bool:
         """Delete a journal; return False if `owner` did not own it."""

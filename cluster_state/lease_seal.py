@@ -1,7 +1,7 @@
 """LeaseSeal: writes nodes' leases, sealed with the cluster secret if any, and refuses forged or replayed ones.
 
 A seal covers the lease, its cluster and its time, which grows with each renewal. So a process that saw a later lease
-detects a recorded one that is written again."""
+detects the replay of an older one."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, Journal, Kept
+from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, AppendOutcome, Journal
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.protocol.errors import RegistryUnavailable
 
@@ -19,8 +19,8 @@ class _Record:
     head: bytes
     owner: str
     key: str
-    born: float
-    ends: float
+    created_at: float
+    expires_at: float
     size: int
     entries: dict[int, bytes] = field(default_factory=dict)
 
@@ -36,11 +36,11 @@ class MemoryJournals:
         leases: MemoryRouterLeases | None = None,
         *,
         share: int = 64 * 2**20,
-        most: int = MAX_JOURNALS,
+        max_journals: int = MAX_JOURNALS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.available = True
-        self._leases, self._share, self._most, self._clock = leases, share, most, clock
+        self._leases, self._share, self._max_journals, self._clock = leases, share, max_journals, clock
         self._records: dict[str, dict[str, _Record]] = {}
         self._sizes: dict[str, int] = {}
         self._keys: dict[tuple[str, str], str] = {}
@@ -51,58 +51,58 @@ class MemoryJournals:
 
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
         for known in (self._keys.get((tenant, key), ""), name):
-            if self._found(tenant, known) is not None:
+            if self._find(tenant, known) is not None:
                 return known
         return "" if self._create(tenant, name, owner, head, key, ttl_s) else "!"
 
-    async def append(self, owner: str, appends: list[Append]) -> list[Kept]:
+    async def append(self, owner: str, appends: list[Append]) -> list[AppendOutcome]:
         return [self._append(owner, append) for append in appends]
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
-        record = self._found(tenant, name)
+        record = self._find(tenant, name)
         if record is None:
             return None
         entries = [record.entries[number] for number in range(since, len(record.entries))]
         is_owned = bool(record.owner) and (self._leases is None or await self._leases.alive(record.owner))
-        return Journal(record.head, entries, record.owner, is_owned, self._clock() - record.born)
+        return Journal(record.head, entries, record.owner, is_owned, self._clock() - record.created_at)
 
     async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
-        found, record = await self.read(tenant, name), self._found(tenant, name)
+        found, record = await self.read(tenant, name), self._find(tenant, name)
         if found is None or record is None or (found.is_owned and found.owner != owner and not by_force):
             return False
-        record.owner, record.ends = owner, self._clock() + ttl_s
+        record.owner, record.expires_at = owner, self._clock() + ttl_s
         return True
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
-        record = self._found(tenant, name)
+        record = self._find(tenant, name)
         if record is None or record.owner != owner:
             return False
-        record.owner, record.ends = "", self._clock() + ttl_s
+        record.owner, record.expires_at = "", self._clock() + ttl_s
         return True
 
     async def drop(self, tenant: str, name: str, owner: str) -> bool:
-        record = self._found(tenant, name)
+        record = self._find(tenant, name)
         if record is None or record.owner != owner:
             return False
         self._forget(tenant, name)
         return True
 
-    def _append(self, owner: str, append: Append) -> Kept:
-        record = self._found(append.tenant, append.name)
+    def _append(self, owner: str, append: Append) -> AppendOutcome:
+        record = self._find(append.tenant, append.name)
         if record is None and append.number == HEAD:
             created = self._create(append.tenant, append.name, owner, append.entry, "", append.ttl_s)
-            return Kept.YES if created else Kept.FULL
+            return AppendOutcome.STORED if created else AppendOutcome.FULL
         if record is None:
-            return Kept.GONE
+            return AppendOutcome.GONE
         if record.owner != owner:
-            return Kept.LOST
-        record.ends = self._clock() + append.ttl_s
+            return AppendOutcome.LOST
+        record.expires_at = self._clock() + append.ttl_s
         if append.entry and append.number != HEAD and append.number not in record.entries:
             record.entries[append.number] = append.entry
             record.size += len(append.entry)
             self._sizes[append.tenant] += len(append.entry)
-            return Kept.YES if self._fits(append.tenant, append.name) else Kept.FULL
-        return Kept.YES
+            return AppendOutcome.STORED if self._fits(append.tenant, append.name) else AppendOutcome.FULL
+        return AppendOutcome.STORED
 
     def _create(self, tenant: str, name: str, owner: str, head: bytes, key: str, ttl_s: float) -> bool:
         self._sweep(tenant)
@@ -113,12 +113,12 @@ class MemoryJournals:
         self._sizes[tenant] = self._sizes.get(tenant, 0) + len(head)
         return self._fits(tenant, name)
 
-    def _found(self, tenant: str, name: str) -> _Record | None:
+    def _find(self, tenant: str, name: str) -> _Record | None:
         """Return a journal that has not expired."""
         if not self.available:
-            raise RegistryUnavailable("the store of journals is switched off")
+            raise RegistryUnavailable("the store of journals is unavailable")
         record = self._records.get(tenant, {}).get(name)
-        if record is not None and record.ends <= self._clock():
+        if record is not None and record.expires_at <= self._clock():
             self._forget(tenant, name)
             return None
         return record
@@ -129,7 +129,7 @@ class MemoryJournals:
         if now >= self._swept.get(tenant, 0.0) + SWEEP_S:
             self._swept[tenant] = now
             for name in list(records):
-                self._found(tenant, name)
+                self._find(tenant, name)
 
     def _forget(self, tenant: str, name: str) -> None:
         record = self._records[tenant].pop(name)
@@ -138,13 +138,13 @@ class MemoryJournals:
             del self._keys[tenant, record.key]
 
     def _fits(self, tenant: str, name: str) -> bool:
-        """Evict journals until the rest fits, the next to expire first.
+        """Evict journals, the next to expire first, until the others fit.
 
-        Delete this one and return False if it alone is too large."""
+        Delete this journal and return False if it alone is too large."""
         records = self._records[tenant]
         if records[name].size > self._share:
             self._forget(tenant, name)
             return False
-        while self._sizes[tenant] > self._share or len(records) > self._most:
-            self._forget(tenant, min((record.ends, each) for each, record in records.items() if each != name)[1])
+        while self._sizes[tenant] > self._share or len(records) > self._max_journals:
+            self._forget(tenant, min((record.expires_at, each) for each, record in records.items() if each != name)[1])
         return True

@@ -24,15 +24,15 @@ class MemoryRouterLeases:
         """Do nothing."""
 
     async def renew(self, owner: str) -> None:
-        self._reach()
+        self._check_available()
         self._leases[owner] = self._clock()
 
     async def withdraw(self, owner: str) -> None:
-        self._reach()
+        self._check_available()
         self._leases.pop(owner, None)
 
     async def alive(self, owner: str) -> bool:
-        self._reach()
+        self._check_available()
         return self._alive(owner)
 
     async def take(self, owner: str, task: OwnedTask, ttl_s: float) -> bool:
@@ -64,21 +64,21 @@ class MemoryRouterLeases:
         return True
 
     async def orphans(self) -> list[OwnedTask]:
-        self._reach()
+        self._check_available()
         owners = {task: self._owner(task) for task in list(self._tasks)}
         return [task for task, owner in owners.items() if owner is not None and not self._alive(owner)][:MAX_ORPHANS]
 
-    def _reach(self) -> None:
+    def _check_available(self) -> None:
         if not self.available:
-            raise RegistryUnavailable("the store of leases is switched off")
+            raise RegistryUnavailable("the store of leases is unavailable")
 
     def _alive(self, owner: str) -> bool:
         renewed = self._leases.get(owner)
         return bool(owner) and renewed is not None and self._clock() - renewed <= self._lease_s
 
     def _owner(self, task: OwnedTask) -> str | None:
-        """Return the owner of a task, empty if it was given up; None if there is no such task."""
-        self._reach()
+        """Return the owner of a task, empty if it was released; None for an unknown task."""
+        self._check_available()
         owner, ends = self._tasks.get(task, ("", 0.0))
         if ends <= self._clock():
             self._tasks.pop(task, None)

@@ -19,7 +19,7 @@ from kvferry.protocol.lease import IncompatibleLease, NodeLease
 
 
 class MemoryRows:
-    """Rows of a block index in one process, by key, and when each key ends.
+    """Rows of a block index in one process, by key, and the expiry of each key.
 
     If `available` is False, every call raises RegistryUnavailable. clock: monotonic seconds."""
 
@@ -27,24 +27,24 @@ class MemoryRows:
         self.available = True
         self._clock = clock
         self._rows: dict[bytes, dict[tuple[str, bytes], int]] = {}
-        self._ends: dict[bytes, float] = {}
+        self._expires_at: dict[bytes, float] = {}
 
     async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
-        self._reach()
+        self._check_available()
         return sum(self._epoch(row, node_id) == epoch for row in rows)
 
     async def holders(self, rows: Sequence[bytes], nodes: Mapping[str, int]) -> list[frozenset[str]]:
-        self._reach()
+        self._check_available()
         return [frozenset(name for name, epoch in nodes.items() if self._epoch(row, name) == epoch) for row in rows]
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
-        self._reach()
+        self._check_available()
 
         def held(node_id: str, rows: Sequence[bytes], position: int) -> bool:
             return self._epoch(rows[position], node_id) == nodes[node_id]
 
         chain = rows_of(hashes)
-        first = self._there(key_and_tag(chain[0])[0]) if chain else {}
+        first = self._fields(key_and_tag(chain[0])[0]) if chain else {}
         holders = [name for (name, _), epoch in first.items() if nodes.get(name) == epoch]
         found = {node_id: longest(len(chain), partial(held, node_id, chain)) for node_id in holders}
         stored = [alone(each) for each in store_hashes(hashes)] if ON_STORE in nodes else ()
@@ -52,16 +52,16 @@ class MemoryRows:
             found[ON_STORE] = groups * STORE_GROUP
         return found
 
-    def _reach(self) -> None:
+    def _check_available(self) -> None:
         if not self.available:
-            raise RegistryUnavailable("the store is off")
+            raise RegistryUnavailable("the store is unavailable")
 
     def _epoch(self, row: bytes, name: str) -> int | None:
         key, tag = key_and_tag(row)
-        return self._there(key).get((name, tag))
+        return self._fields(key).get((name, tag))
 
-    def _there(self, key: bytes) -> dict[tuple[str, bytes], int]:
-        return self._rows.get(key, {}) if self._ends.get(key, 0.0) > self._clock() else {}
+    def _fields(self, key: bytes) -> dict[tuple[str, bytes], int]:
+        return self._rows.get(key, {}) if self._expires_at.get(key, 0.0) > self._clock() else {}
 
 
 class MemoryStore(MemoryRows):
@@ -87,29 +87,29 @@ class MemoryStore(MemoryRows):
         self._leases.clear()
         self._epochs.clear()
         self._rows.clear()
-        self._ends.clear()
+        self._expires_at.clear()
 
     async def close(self) -> None:
         """Do nothing."""
 
     async def check(self) -> str:
         """Return the name of this store."""
-        self._reach()
+        self._check_available()
         return "memory"
 
     async def ping(self) -> None:
         """Raise RegistryUnavailable if the store is unavailable."""
-        self._reach()
+        self._check_available()
 
     async def next_epoch(self, node_id: str, least: int) -> int:
-        self._reach()
+        self._check_available()
         known = self._live(node_id)
         last = max(self._epochs.get(node_id, 0), known.epoch if known else 0)
         self._epochs[node_id] = epoch = max(last + 1, least)
         return epoch
 
     async def announce(self, lease: NodeLease) -> Announced:
-        self._reach()
+        self._check_available()
         known = self._live(lease.node_id)
         if known is not None and known.epoch > lease.epoch:
             return Announced.FENCED
@@ -117,33 +117,33 @@ class MemoryStore(MemoryRows):
         return Announced.RENEWED if known is not None and known.epoch == lease.epoch else Announced.CREATED
 
     async def withdraw(self, node_id: str, epoch: int) -> None:
-        self._reach()
+        self._check_available()
         known = self._live(node_id)
         if known is not None and known.epoch == epoch:
             del self._leases[node_id]
 
     async def nodes(self) -> list[NodeLease]:
-        self._reach()
+        self._check_available()
         return [lease for node_id in list(self._leases) if (lease := self._live(node_id)) is not None]
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        self._reach()
+        self._check_available()
         known = self._leases.get(owner(node_id))
         registered = known is not None and known[0].epoch == epoch
         for key, tag in map(key_and_tag, removed):
-            there = self._there(key)
-            if registered or there.get((node_id, tag)) == epoch:
-                there.pop((node_id, tag), None)
+            fields = self._fields(key)
+            if registered or fields.get((node_id, tag)) == epoch:
+                fields.pop((node_id, tag), None)
         for key, tag in map(key_and_tag, stored):
-            there = self._rows[key] = self._there(key)
-            there[node_id, tag] = epoch if registered else max(epoch, there.get((node_id, tag), epoch))
-            self._ends[key] = self._clock() + self._row_ttl_s
+            fields = self._rows[key] = self._fields(key)
+            fields[node_id, tag] = epoch if registered else max(epoch, fields.get((node_id, tag), epoch))
+            self._expires_at[key] = self._clock() + self._row_ttl_s
 
     async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
         await self.publish(node_id, epoch, rows, ())
         for key in {key_and_tag(row)[0] for row in rows}:
-            there = self._rows[key]
-            self._rows[key] = {each: there[each] for each in there if there[each] >= self._least(each[0], node_id)}
+            fields = self._rows[key]
+            self._rows[key] = {each: fields[each] for each in fields if fields[each] >= self._least(each[0], node_id)}
 
     def _live(self, node_id: str) -> NodeLease | None:
         lease, ends = self._leases.get(node_id, (None, 0.0))

@@ -10,8 +10,8 @@ from typing import Any
 
 import redis.asyncio as redis
 
-KEPT_S = 30.0
-"""Seconds for which the result of a lookup is kept that ended after a caller's timeout."""
+LATE_RESULT_S = 30.0
+"""Seconds for which the result of a lookup is kept if a caller timed out before its end."""
 
 
 class NameLookups:
@@ -31,7 +31,7 @@ class NameLookups:
         key = host, port
         lookup = self._lookups.get(key)
         if lookup is None:
-            lookup = self._lookups[key] = asyncio.create_task(_looked_up(host, port), name=f"lookup of {host}")
+            lookup = self._lookups[key] = asyncio.create_task(_resolve(host, port), name=f"lookup of {host}")
             lookup.add_done_callback(lambda done: self._ended(key, done))
         try:
             return await asyncio.shield(lookup)
@@ -43,12 +43,12 @@ class NameLookups:
         late, failed = key in self._late, lookup.cancelled() or lookup.exception() is not None
         self._late.discard(key)
         if late and not failed:
-            asyncio.get_running_loop().call_later(KEPT_S, self._lookups.pop, key, None)
+            asyncio.get_running_loop().call_later(LATE_RESULT_S, self._lookups.pop, key, None)
         else:
             del self._lookups[key]
 
 
-async def _looked_up(host: str, port: int) -> list[str]:
+async def _resolve(host: str, port: int) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -62,9 +62,9 @@ class NamedConnection(redis.Connection):
 
     def _connection_arguments(self) -> dict[str, Any]:
         """Return the arguments of `asyncio.open_connection`: the address, and for TLS the name to verify."""
-        given = dict(super()._connection_arguments())
-        tls = {"server_hostname": self.host} if "ssl" in given else {}
-        return tls | given | {"host": self._address}
+        arguments = dict(super()._connection_arguments())
+        tls = {"server_hostname": self.host} if "ssl" in arguments else {}
+        return tls | arguments | {"host": self._address}
 
     async def _connect(self) -> None:
         """Connect to the first address of the host that answers. Raises OSError, TimeoutError."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 SLICE = 4096
-"""Number of rows handled before other tasks of the loop run; a thousand rows take a fraction of a millisecond."""
+"""Maximum number of rows handled before other tasks of the loop run; a thousand take a fraction of a millisecond."""
 
 
 class OwnRows:
@@ -38,16 +38,16 @@ class OwnRows:
 
     async def compare(self, snapshot: Iterable[bytes]) -> None:
         """Make the held rows equal to the snapshot."""
-        there: dict[bytes, None] = {}
+        present: dict[bytes, None] = {}
         for part in slices(snapshot):
-            there.update(dict.fromkeys(part))
+            present.update(dict.fromkeys(part))
             await asyncio.sleep(0)
         for part in slices(list(self.held)):
             for row in part:
-                if row not in there:
+                if row not in present:
                     self.remove(row)
             await asyncio.sleep(0)
-        for part in slices(there):
+        for part in slices(present):
             for row in part:
                 self.add(row)
             await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 kvferry:<cluster>:f:<tenant>:<id>.<k>   hash  the answers of ROWS rows: row → mark, row.n → a piece of its answer
 
-The mark says that a row is answered. It is written once, with the last piece, by the batch's holder only."""
+The mark shows that a row is answered. It is written once, with the last piece, by the batch's holder only."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class RedisBatchRows:
         found = {}
         with sensible():
             for row, mark in zip(rows, marks, strict=True):
-                if told := self._seal.unwrap(f"{key}/{row}", mark or b""):
-                    ok, pieces, size = map(int, told.split())
+                if unsealed := self._seal.unwrap(f"{key}/{row}", mark or b""):
+                    ok, pieces, size = map(int, unsealed.split())
                     found[row] = Answered(bool(ok), pieces, size)
         return found
 

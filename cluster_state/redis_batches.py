@@ -5,7 +5,7 @@ kvferry:<cluster>:f:<tenant>#batches    sorted set  id → microseconds of its c
 kvferry:<cluster>:f:open                sorted set  <tenant>:<id> → the same: all batches that have not ended
 
 A batch's holder writes under its number. A new holder gets the next number, and with it all writes of earlier holders
-end, because each write compares the number. `redis_files` says what <tenant> is; `redis_batch_rows` has the answers."""
+end, because each write compares the number. See `redis_files` for <tenant>, and `redis_batch_rows` for the answers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RedisBatches:
         args = [fence, self._seal.wrap(key, record), self._ttl_ms, f"{where}:{batch_id}" if ended else ""]
         return bool(await self._save.run([key, self._open], args) == b"saved")
 
-    async def look(self, where: str, batch_id: str, fence: int) -> tuple[bool, bool]:
+    async def holding(self, where: str, batch_id: str, fence: int) -> tuple[bool, bool]:
         """Return whether this holder still holds the batch, and whether it is to be cancelled."""
         key, redis = self._key(where, batch_id), self._redis
         holder, cancel = await answered(redis.client, redis.client.hmget(key, ["fence", "cancel"]), redis.limit_s)

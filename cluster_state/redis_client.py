@@ -40,7 +40,7 @@ from kvferry.protocol.errors import ConfigError, RegistryFull, RegistryRefuses, 
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.redis")
-_odd = RateLimitedLog(log)
+_unexpected = RateLimitedLog(log)
 
 _MAX_CONNECTIONS = 16
 CALL_TIMEOUTS = 3
@@ -85,10 +85,12 @@ def _client(where: redis_url.RedisUrl, timeout_s: float, password_file: str) -> 
     # One retry: a pooled connection may belong to a server that has restarted since.
     options["retry"] = Retry(NoBackoff(), 1, (RedisConnectionError,))
     if password_file:
-        options["credential_provider"] = _of_file(where, options, password_file)
+        options["credential_provider"] = _file_credentials(where, options, password_file)
     if where.sentinels:
-        there = where.sentinel | _deadlines(timeout_s / 2) | {"ssl": where.tls, "retry": Retry(NoBackoff(), 0)}
-        sentinels = Sentinel(where.sentinels, sentinel_kwargs=there)  # type: ignore[no-untyped-call]
+        sentinel_options = (
+            where.sentinel | _deadlines(timeout_s / 2) | {"ssl": where.tls, "retry": Retry(NoBackoff(), 0)}
+        )
+        sentinels = Sentinel(where.sentinels, sentinel_kwargs=sentinel_options)  # type: ignore[no-untyped-call]
         return redis.Redis(connection_pool=SentinelPool(where.service, sentinels, ssl=where.tls, **options))
     if "path" in options:
         del options["socket_keepalive"]
@@ -101,7 +103,7 @@ def _deadlines(timeout_s: float) -> dict[str, Any]:
     return {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "socket_keepalive": True}
 
 
-def _of_file(where: redis_url.RedisUrl, options: dict[str, Any], path: str) -> PasswordFile:
+def _file_credentials(where: redis_url.RedisUrl, options: dict[str, Any], path: str) -> PasswordFile:
     """Return the credentials from the file, and remove user and password from the options."""
     if options.pop("password", ""):
         raise ConfigError(f"redis_url {where.shown} already has a password", param="redis_password_file")
@@ -126,7 +128,7 @@ class Script:
     """A Lua script of `redis_scripts`.
 
     Servers before Redis 7 reject the flags in a script's first line. There the script runs without that line, and thus
-    without what the flag allows."""
+    without the permissions of the flags."""
 
     def __init__(self, client: redis.Redis, text: str, timeout_s: float) -> None:
         self._client, self._limit_s = client, CALL_TIMEOUTS * timeout_s
@@ -168,12 +170,12 @@ async def answered(client: redis.Redis, answer: Awaitable[Any], limit_s: float) 
         raise RegistryFull("Redis is full: its maxmemory is used up, and its policy evicts nothing") from error
     except Exception as error:
         if not isinstance(error, (RedisError, OSError, ValueError)):
-            _odd.warning("unexpected error of the Redis client: %s", reason(error))
+            _unexpected.warning("unexpected error of the Redis client: %s", reason(error))
         if not isinstance(error, ResponseError) or isinstance(error, (ReadOnlyError, MasterDownError)):
             pool: Any = client.connection_pool
             pool.renew()
         refused = isinstance(error, (AuthenticationError, NoPermissionError))
-        raise (RegistryRefuses if refused else RegistryUnavailable)(f"Redis: {told(error)}") from error
+        raise (RegistryRefuses if refused else RegistryUnavailable)(f"Redis: {error_text(error)}") from error
     finally:
         if task and task.cancelling() > cancels:
             raise asyncio.CancelledError
@@ -188,7 +190,7 @@ def sensible() -> Iterator[None]:
         raise RegistryUnavailable(f"Redis: invalid answer: {reason(error)}") from error
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return the error as one line."""
     if is_cluster(error):
         return CLUSTER_MODE

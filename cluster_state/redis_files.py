@@ -1,9 +1,9 @@
 """Clients' files in Redis or Valkey, in pieces, so that no call blocks the server or this process for long.
 
-kvferry:<cluster>:f:<tenant>:<id>       string, the file's record; it exists as soon as the file is whole
-kvferry:<cluster>:f:<tenant>:<id>.<n>   string, the piece with number n, of CHUNK bytes but for the last
-kvferry:<cluster>:f:<tenant>#ages       sorted set  id → microseconds of its end of writing: the tenant's files
-kvferry:<cluster>:f:<tenant>#arriving   sorted set  id → microseconds of its reservation: files that are not yet whole
+kvferry:<cluster>:f:<tenant>:<id>       string, the file's record; it exists once the file is complete
+kvferry:<cluster>:f:<tenant>:<id>.<n>   string, the piece with number n, of CHUNK bytes except for the last
+kvferry:<cluster>:f:<tenant>#ages       sorted set  id → microseconds of its completion: the tenant's files
+kvferry:<cluster>:f:<tenant>#arriving   sorted set  id → microseconds of its reservation: incomplete files
 kvferry:<cluster>:f:<tenant>#sizes      hash  id → bytes, and the field "" with their sum
 kvferry:<cluster>:f:<tenant>#rows       sorted set  id → microseconds of its last row: rows of batches (`redis_batches`)
 
@@ -55,13 +55,13 @@ class FilesClient:
     async def dangers(self) -> list[str]:
         """Return the reasons for which the server may lose files, as far as INFO shows. Raises RegistryUnavailable."""
         try:
-            facts = await answered(self.client, self.client.info(), self.limit_s)
+            info = await answered(self.client, self.client.info(), self.limit_s)
         except RegistryRefuses:  # its ACL forbids INFO
             return []
-        found, policy = [], facts.get("maxmemory_policy", "noeviction")
-        if facts.get("maxmemory") and policy != "noeviction":
+        found, policy = [], info.get("maxmemory_policy", "noeviction")
+        if info.get("maxmemory") and policy != "noeviction":
             found.append(f"it evicts them when memory is full: set maxmemory-policy to noeviction instead of {policy}")
-        if not facts.get("aof_enabled", 1):
+        if not info.get("aof_enabled", 1):
             found.append("it loses them when it restarts: set appendonly to yes")
         return found
 
@@ -80,9 +80,9 @@ def place_of(tenant: str) -> str:
 class Reserved:
     """Answer to a reservation.
 
-    result  room: bytes are reserved; there: the file is already complete; full: too few bytes are left; many: the
+    result  room: bytes are reserved; there: the file is already complete; full: too few bytes remain; many: the
             tenant has too many files
-    number  the bytes that were left, or the number of files
+    number  the remaining bytes, or the number of files
     """
 
     result: str
@@ -92,18 +92,18 @@ class Reserved:
 class RedisFiles:
     """Files by tenant (`where`: see `place_of`) and id. Calls raise RegistryUnavailable and may be repeated.
 
-    ttl_s: seconds for which files are kept. limit, most: maximum bytes and number of one tenant's files."""
+    ttl_s: seconds for which files are kept. limit, max_files: maximum bytes and number of one tenant's files."""
 
-    def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int, most: int) -> None:
+    def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int, max_files: int) -> None:
         self._redis, self._seal = connection, connection.seal
-        self._ttl_ms, self._limit, self._most = int(ttl_s * 1000), limit, most
+        self._ttl_ms, self._limit, self._max_files = int(ttl_s * 1000), limit, max_files
         self._reserve, self._commit = connection.script(file_scripts.RESERVE), connection.script(file_scripts.COMMIT)
         self._forget, self._used = connection.script(file_scripts.FORGET), connection.script(file_scripts.USED)
         self._keep, self._page = connection.script(file_scripts.KEEP), connection.script(file_scripts.FILES)
 
     async def reserve(self, where: str, file_id: str, size: int, replaces: str = "") -> Reserved:
         """Reserve bytes for a file; replaces: id of rows that no longer count once the file is complete."""
-        args = [file_id, size, self._limit, self._most, self._ttl_ms, _ARRIVAL_MS, replaces]
+        args = [file_id, size, self._limit, self._max_files, self._ttl_ms, _ARRIVAL_MS, replaces]
         answer = await self._reserve.run(self._keys(where), args)
         with sensible():
             return Reserved(answer[0].decode(), int(answer[1]))
@@ -132,7 +132,7 @@ class RedisFiles:
         """Return the records of all files, oldest first."""
         prefix, ages, *_ = self._keys(where)
         found: list[bytes] = []
-        for first in range(0, self._most + _GROUP, _GROUP):
+        for first in range(0, self._max_files + _GROUP, _GROUP):
             answer = await self._page.run([prefix, ages], [first, first + _GROUP - 1])
             with sensible():
                 pairs = zip(answer[::2], answer[1::2], strict=True)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 
 from kvferry.cluster_state import journal_scripts, redis_client
-from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, Journal, Kept
+from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, AppendOutcome, Journal
 from kvferry.cluster_state.redis_client import Script, sensible
 from kvferry.cluster_state.router_leases import STREAM_LEASE_S
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 
 MAX_TTL_MS = 7 * 86_400_000
 """Maximum time for which a tenant's bookkeeping is kept after the last write, in milliseconds."""
-AT_ONCE = 64
+APPENDS_PER_CALL = 64
 """Maximum number of appends in one call of the script, which runs for about 10 µs for each."""
 
 
@@ -29,11 +29,11 @@ class RedisJournals:
     Connects on first use and reconnects by itself; belongs to one asyncio loop.
 
     share          maximum number of bytes of one tenant
-    most           maximum number of journals of one tenant
+    max_journals   maximum number of journals of one tenant
     lease_s        seconds after its last renewal when a router counts as dead
     timeout_s      limit on every answer, because a client may wait for it
     password_file  see `redis_client.connected`
-    seal           signs heads and entries; a journal is cut off before an entry that it does not verify
+    seal           signs heads and entries; a journal ends before an entry that it does not verify
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class RedisJournals:
         cluster: str,
         *,
         share: int,
-        most: int = MAX_JOURNALS,
+        max_journals: int = MAX_JOURNALS,
         lease_s: float = STREAM_LEASE_S,
         timeout_s: float = 1.0,
         password_file: str = "",
         seal: Seal = NO_SEAL,
     ) -> None:
         self._keys, self._leases = [f"kvferry:{cluster}:j:"], f"kvferry:{cluster}:o:leases"
-        self._bounds, self._lease_ms, self._seal = [MAX_TTL_MS, share, most], int(lease_s * 1000), seal
+        self._bounds, self._lease_ms, self._seal = [MAX_TTL_MS, share, max_journals], int(lease_s * 1000), seal
         self._client = redis_client.connected(url, timeout_s, password_file)
 
         def script(text: str) -> Script:
@@ -57,7 +57,7 @@ class RedisJournals:
 
         self._open, self._append = script(journal_scripts.OPEN), script(journal_scripts.APPEND)
         self._read, self._claim = script(journal_scripts.READ), script(journal_scripts.CLAIM)
-        self._leave = script(journal_scripts.LEAVE)
+        self._release = script(journal_scripts.RELEASE)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
@@ -71,17 +71,17 @@ class RedisJournals:
             known: str = answer.decode()
         return known
 
-    async def append(self, owner: str, appends: list[Append]) -> list[Kept]:
-        outcomes: list[Kept] = []
-        for start in range(0, len(appends), AT_ONCE):
+    async def append(self, owner: str, appends: list[Append]) -> list[AppendOutcome]:
+        outcomes: list[AppendOutcome] = []
+        for start in range(0, len(appends), APPENDS_PER_CALL):
             args: list[str | bytes | int] = [owner, *self._bounds]
-            for tenant, name, number, entry, ttl_s in appends[start : start + AT_ONCE]:
+            for tenant, name, number, entry, ttl_s in appends[start : start + APPENDS_PER_CALL]:
                 place = f"{tenant}:{name}" if number == HEAD else f"{tenant}:{name}/{number}"
                 sealed = self._seal.wrap(place, entry) if entry else entry
                 args += (_hashed(tenant), name, number, sealed, _ms(ttl_s))
             answer = await self._append.run(self._keys, args)
             with sensible():
-                outcomes += map(Kept, answer)
+                outcomes += map(AppendOutcome, answer)
         return outcomes
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
@@ -106,13 +106,13 @@ class RedisJournals:
         return bool(await self._claim.run([*self._keys, self._leases], args))
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
-        return await self._left(tenant, name, owner, _ms(ttl_s))
+        return await self._end_ownership(tenant, name, owner, _ms(ttl_s))
 
     async def drop(self, tenant: str, name: str, owner: str) -> bool:
-        return await self._left(tenant, name, owner, 0)
+        return await self._end_ownership(tenant, name, owner, 0)
 
-    async def _left(self, tenant: str, name: str, owner: str, ttl_ms: int) -> bool:
-        return bool(await self._leave.run(self._keys, [_hashed(tenant), name, owner, ttl_ms, MAX_TTL_MS]))
+    async def _end_ownership(self, tenant: str, name: str, owner: str, ttl_ms: int) -> bool:
+        return bool(await self._release.run(self._keys, [_hashed(tenant), name, owner, ttl_ms, MAX_TTL_MS]))
 
 
 def _hashed(text: str) -> str:

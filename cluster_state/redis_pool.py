@@ -16,10 +16,10 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 
 log = logging.getLogger("kvferry.redis")
 
-FOLLOW_S = 2.0
+QUERY_S = 2.0
 """Seconds between queries of the Sentinels while the known master still answers.
 
-It may be a former master that was cut off from them."""
+The known master may be a former one, partitioned from the Sentinels."""
 
 State = dict[str, Any]
 """State of a master as a Sentinel reports it."""
@@ -56,20 +56,20 @@ class Pool(redis.BlockingConnectionPool):
 class SentinelPool(SentinelConnectionPool, Pool):
     """Connections to the master.
 
-    Sentinels are asked for each new connection, and every FOLLOW_S while connections are used. Connections to a former
+    Sentinels are queried for each new connection, and every QUERY_S while connections are used. Connections to a former
     master are not used again."""
 
     def __init__(self, service: str, sentinels: Sentinel, **options: Any) -> None:
         super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
-        self._asked_at = time.monotonic()
-        self._asking: asyncio.Task[None] | None = None
+        self._queried_at = time.monotonic()
+        self._query: asyncio.Task[None] | None = None
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
-        """Return a connection to the master; start asking the Sentinels if FOLLOW_S has passed."""
+        """Return a connection to the master; start querying the Sentinels if QUERY_S has passed."""
         now = time.monotonic()
-        if now >= self._asked_at + FOLLOW_S and (self._asking is None or self._asking.done()):
-            self._asked_at = now
-            self._asking = asyncio.create_task(self._follow(), name="redis-master")
+        if now >= self._queried_at + QUERY_S and (self._query is None or self._query.done()):
+            self._queried_at = now
+            self._query = asyncio.create_task(self._query_sentinels(), name="redis-master")
         return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
     async def get_master_address(self) -> tuple[str, int]:
@@ -84,14 +84,14 @@ class SentinelPool(SentinelConnectionPool, Pool):
 
     async def aclose(self) -> None:
         """Close the connections to the master and the Sentinels."""
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._query is not None:
+            self._query.cancel()
         await super().aclose()
         for sentinel in self.sentinel_manager.sentinels:
             with contextlib.suppress(Exception):
                 await sentinel.aclose()
 
-    async def _follow(self) -> None:
+    async def _query_sentinels(self) -> None:
         with contextlib.suppress(Exception):
             await self.get_master_address()
 
@@ -99,15 +99,15 @@ class SentinelPool(SentinelConnectionPool, Pool):
 async def master(sentinels: Iterable[redis.Redis], service: str) -> tuple[str, int]:
     """Return host and port of the master that the Sentinels name.
 
-    A Sentinel that is cut off together with a former master keeps naming it. So all are asked at once, and more than
-    half of them must answer, or all that can. Raises MasterNotFoundError, or a Sentinel's refusal if no other knows the
-    master."""
-    asking = [asyncio.create_task(_state(each, service)) for each in sentinels]
+    A Sentinel that is partitioned together with a former master keeps naming it. So all are queried at once, and more
+    than half of them must answer, or all that can. Raises MasterNotFoundError, or a Sentinel's refusal if no other
+    knows the master."""
+    queries = [asyncio.create_task(_state(each, service)) for each in sentinels]
     states: list[State] = []
     refusal: Exception | None = None
     answers = 0
     try:
-        for soonest in asyncio.as_completed(asking):
+        for soonest in asyncio.as_completed(queries):
             state = await soonest
             if isinstance(state, (AuthenticationError, NoPermissionError)):
                 refusal = type(state)(f"a Sentinel refuses: {state}")
@@ -115,10 +115,10 @@ async def master(sentinels: Iterable[redis.Redis], service: str) -> tuple[str, i
                 continue
             answers += 1
             states += [state] if state else []
-            if 2 * answers > len(asking) and (found := newest(states)):
+            if 2 * answers > len(queries) and (found := newest(states)):
                 return found
     finally:
-        for each in asking:
+        for each in queries:
             each.cancel()
     if found := newest(states):
         return found

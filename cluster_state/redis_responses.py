@@ -1,6 +1,6 @@
 """Stored responses (`/v1/responses`) in Redis or Valkey: implementation of `responses.ResponseStore`, and its keys.
 
-kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires with its life
+kvferry:<cluster>:r:<tenant>:<id>    string, the record; expires after ttl_s
 kvferry:<cluster>:r:<tenant>#ages    sorted set  id → microseconds of its writing: the tenant's records, by age
 kvferry:<cluster>:r:<tenant>#sizes   hash  id → bytes, and the field "" with their sum
 
@@ -66,7 +66,7 @@ class RedisResponses:
 
     ttl_s          seconds after which a record expires
     share          maximum number of bytes of one tenant
-    most           maximum number of records of one tenant
+    max_records    maximum number of records of one tenant
     timeout_s      limit on every answer, because a client waits for it
     password_file  see `redis_client.connected`
     seal           signs records; a record that it does not verify counts as missing
@@ -79,14 +79,14 @@ class RedisResponses:
         *,
         ttl_s: float,
         share: int,
-        most: int = MAX_RESPONSES,
+        max_records: int = MAX_RESPONSES,
         timeout_s: float = 1.0,
         password_file: str = "",
         seal: Seal = NO_SEAL,
     ) -> None:
         self._seal = seal
         self._prefix = f"kvferry:{cluster}:r:"
-        self._bounds = [max(1, int(ttl_s * 1000)), share, most]
+        self._bounds = [max(1, int(ttl_s * 1000)), share, max_records]
         self._share = share
         self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), CALL_TIMEOUTS * timeout_s
         self._put, self._delete = Script(self._client, PUT, timeout_s), Script(self._client, DELETE, timeout_s)

@@ -1,7 +1,7 @@
 """Leases of routers and owners of their tasks in Redis or Valkey: implementation of `router_leases.RouterLeases`.
 
 kvferry:<cluster>:o:leases     hash  router → milliseconds of its last renewal, by the server's clock
-kvferry:<cluster>:o:owners     sorted set  routers that own tasks; the empty name owns those given up
+kvferry:<cluster>:o:owners     sorted set  routers that own tasks; the empty name owns released ones
 kvferry:<cluster>:o:of:<id>    sorted set  <kind>:<name> → milliseconds of its claim: the tasks of one router
 kvferry:<cluster>:o:t:<task>   string, the owner of a task; expires with the task
 
@@ -39,7 +39,7 @@ redis.call('PEXPIRE', KEYS[1] .. 'leases', ARGV[2])
 # KEYS: prefix. ARGV: owner, lease in ms.
 _IS_ALIVE = ALIVE + "return alive(KEYS[1] .. 'leases', ARGV[1], ARGV[2]) and 1 or 0"
 
-_GIVE = """
+_ASSIGN = """
 local function give(task, owner, ttl)
   redis.call('SET', KEYS[1] .. 't:' .. task, owner, 'PX', ttl)
   for _, key in ipairs({'of:' .. owner, 'owners'}) do
@@ -50,10 +50,10 @@ end
 """
 
 # KEYS: prefix. ARGV: owner, task, TTL in ms, lease in ms, kind of claim (take, claim or force), most TTL in ms.
-# Returns 1 if it is owned now.
+# Returns 1 if `owner` owns it now.
 _CLAIM = (
     ALIVE
-    + _GIVE
+    + _ASSIGN
     + """
 local known = redis.call('GET', KEYS[1] .. 't:' .. ARGV[2])
 if not known and ARGV[5] ~= 'take' then return 0 end
@@ -66,10 +66,10 @@ return 1
 """
 )
 
-# KEYS: prefix. ARGV: owner, task, TTL in ms to give it up or 0 to end it, most TTL in ms. Returns 1 if it was owned.
-_LEAVE = (
+# KEYS: prefix. ARGV: owner, task, TTL in ms to release it or 0 to end it, most TTL in ms. Returns 1 if it was owned.
+_RELEASE = (
     ALIVE
-    + _GIVE
+    + _ASSIGN
     + """
 local key = KEYS[1] .. 't:' .. ARGV[2]
 if redis.call('GET', key) ~= ARGV[1] then return 0 end
@@ -127,7 +127,7 @@ class RedisRouterLeases:
             return Script(self._client, text, timeout_s)
 
         self._renew, self._alive, self._claim = script(_RENEW), script(_IS_ALIVE), script(_CLAIM)
-        self._leave, self._orphans = script(_LEAVE), script(_ORPHANS)
+        self._release, self._orphans = script(_RELEASE), script(_ORPHANS)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
@@ -155,10 +155,10 @@ class RedisRouterLeases:
         return found == owner.encode()
 
     async def release(self, owner: str, task: OwnedTask, ttl_s: float) -> bool:
-        return bool(await self._leave.run(self._keys, [owner, _member(task), _ms(ttl_s), FORGET_MS]))
+        return bool(await self._release.run(self._keys, [owner, _member(task), _ms(ttl_s), FORGET_MS]))
 
     async def drop(self, owner: str, task: OwnedTask) -> bool:
-        return bool(await self._leave.run(self._keys, [owner, _member(task), 0, FORGET_MS]))
+        return bool(await self._release.run(self._keys, [owner, _member(task), 0, FORGET_MS]))
 
     async def orphans(self) -> list[OwnedTask]:
         answer = await self._orphans.run(self._keys, [self._lease_ms, MAX_ORPHANS])

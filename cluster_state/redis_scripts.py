@@ -1,4 +1,4 @@
-"""Lua scripts of the node registry in Redis or Valkey, and the rehearsal that checks a server's ACL.
+"""Lua scripts of the node registry in Redis or Valkey, and the script that checks a server's ACL.
 
 A script is one round trip and atomic: it sees one state of the store. Epochs are compared as numbers, which are exact
 below 2**53. Keys are built from the prefixes in KEYS, so the store must be one server (with replicas or Sentinels if
@@ -54,7 +54,7 @@ COMMANDS = (
 
 # KEYS: prefix of all keys. ARGV: COMMANDS. Returns the names of commands that the ACL forbids. It ignores other errors
 # (out of memory, a replica, a key of another type left because DEL is forbidden).
-REHEARSAL = """
+CHECK_COMMANDS = """
 local refused = {}
 local function forbidden(words, key)
   local call = {}

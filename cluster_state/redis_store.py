@@ -21,7 +21,7 @@ from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
 from kvferry.cluster_state.direct_script import DirectScript
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
 from kvferry.cluster_state.lease_seal import LeaseSeal
-from kvferry.cluster_state.query_batching import QueryBatcher, Question
+from kvferry.cluster_state.query_batching import Query, QueryBatcher
 from kvferry.cluster_state.redis_check import checked, writers
 from kvferry.cluster_state.redis_client import CALL_TIMEOUTS, Script, answered, sensible
 from kvferry.cluster_state.redis_url import shown
@@ -71,8 +71,8 @@ class RedisStore:
         prefix = self._prefix
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]
         self._epochs = prefix + "epoch:"
-        self._lookups = QueryBatcher(self._longest_prefixes, lookup_s, self._quick_prefixes)
-        self._told_unreadable = False
+        self._lookups = QueryBatcher(self._longest_prefixes, lookup_s, self._send_prefixes)
+        self._logged_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
         self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), CALL_TIMEOUTS * timeout_s
 
@@ -128,8 +128,8 @@ class RedisStore:
         incompatible, unreadable = [], ""
         answer = await self._nodes.run([self._members, self._leases], [])
         with sensible():
-            told = [bytes(packed) for packed in answer]
-        for packed in told:
+            packed_leases = [bytes(packed) for packed in answer]
+        for packed in packed_leases:
             try:
                 lease = self._seal.unsealed(packed)
             except WireError as error:
@@ -140,21 +140,21 @@ class RedisStore:
             else:
                 incompatible.append(lease)
         self.incompatible = tuple(incompatible)
-        if unreadable and not self._told_unreadable:
+        if unreadable and not self._logged_unreadable:
             log.warning("ignoring a node whose lease cannot be read: %s", unreadable)
-        self._told_unreadable = bool(unreadable)
+        self._logged_unreadable = bool(unreadable)
         return leases
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        args = [node_id, epoch, self._row_ttl_ms, _told(stored, node_id), _told(removed, node_id)]
+        args = [node_id, epoch, self._row_ttl_ms, _packed_rows(stored, node_id), _packed_rows(removed, node_id)]
         await self._publish.run([*self._rows, self._members], args)
 
     async def refresh(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> None:
-        args = [node_id, epoch, self._row_ttl_ms, _told(rows, node_id)]
+        args = [node_id, epoch, self._row_ttl_ms, _packed_rows(rows, node_id)]
         await self._refresh.run([*self._rows, self._members, self._leases], args)
 
     async def present(self, node_id: str, epoch: int, rows: Sequence[bytes]) -> int:
-        answer = await self._present.run(self._rows, [node_id, epoch, _told(rows, node_id)])
+        answer = await self._present.run(self._rows, [node_id, epoch, _packed_rows(rows, node_id)])
         with sensible():
             return int(answer)
 
@@ -165,8 +165,8 @@ class RedisStore:
         with sensible():
             live = [(name, str(epoch).encode()) for name, epoch in nodes.items()]
             return [
-                frozenset(name for (name, epoch), found in zip(live, told, strict=True) if found == epoch)
-                for told in answer
+                frozenset(name for (name, epoch), found in zip(live, packed_leases, strict=True) if found == epoch)
+                for packed_leases in answer
             ]
 
     async def longest_prefix(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
@@ -175,22 +175,22 @@ class RedisStore:
         stored = store_hashes(hashes) if ON_STORE in nodes and len(hashes) >= STORE_GROUP else ()
         answer = await self._lookups.ask((b"".join(hashes), b"".join(stored)))
         with sensible():
-            told = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
-            found = ((node.decode(), epoch.decode(), int(length)) for node, epoch, length in told)
+            packed_leases = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
+            found = ((node.decode(), epoch.decode(), int(length)) for node, epoch, length in packed_leases)
             held = {node: length for node, epoch, length in found if str(nodes.get(node)) == epoch}
         if ON_STORE in held:
             held[ON_STORE] *= STORE_GROUP
         return held
 
-    async def _longest_prefixes(self, questions: Sequence[Question]) -> Any:
+    async def _longest_prefixes(self, queries: Sequence[Query]) -> Any:
         """Return one answer per question, which holds a chain's hashes and those of its groups in the shared store."""
-        return await self._longest.run(self._rows, [ON_STORE, *chain.from_iterable(questions)])
+        return await self._longest.run(self._rows, [ON_STORE, *chain.from_iterable(queries)])
 
-    def _quick_prefixes(self, questions: Sequence[Question]) -> asyncio.Future[Any] | None:
-        """Return a future of the same; None if a connection must be made first."""
-        return self._longest.call(self._rows, (ON_STORE.encode(), *chain.from_iterable(questions)))
+    def _send_prefixes(self, queries: Sequence[Query]) -> asyncio.Future[Any] | None:
+        """Return a future of the answers of `_longest_prefixes`; None if a connection must be made first."""
+        return self._longest.call(self._rows, (ON_STORE.encode(), *chain.from_iterable(queries)))
 
 
-def _told(rows: Sequence[bytes], name: str) -> bytes:
+def _packed_rows(rows: Sequence[bytes], name: str) -> bytes:
     """Return the rows as the scripts read them, each followed by the name."""
     return name.encode().join((*rows, b""))

@@ -95,12 +95,12 @@ class RedisUrl:
 def shown(url: str) -> str:
     """Return the URL without password and parameters, even if it is invalid."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    place = re.split(r"[?#]", rest, maxsplit=1)[0]
-    if "@" in rest[len(place) :]:
+    location = re.split(r"[?#]", rest, maxsplit=1)[0]
+    if "@" in rest[len(location) :]:
         return f"{scheme}{separator}***"  # ambiguous: a ? or # in the password, or an @ in a parameter
-    secret, at, place = place.rpartition("@")
+    secret, at, location = location.rpartition("@")
     user = secret.partition(":")[0] if ":" in secret else ""
-    return f"{scheme}{separator}{user + ':***@' if at else ''}{place}"
+    return f"{scheme}{separator}{user + ':***@' if at else ''}{location}"
 
 
 def has_password(url: str) -> bool:
@@ -116,26 +116,26 @@ def read(url: str) -> RedisUrl:
     except ValueError:
         _refuse(url, "it is not a URL")
     given = _parameters(url, parts.query)
-    user, _, place = netloc.rpartition("@")
+    user, _, location = netloc.rpartition("@")
     name, colon, password = user.partition(":")
     given |= {"username": unquote(name)} if name else {}
     given |= {"password": unquote(password)} if colon else {}
     if parts.fragment:
         _refuse(url, "write %23 for a # in the password")
     tls = parts.scheme.startswith("rediss")
-    if not tls and (odd := [each for each in given if each.startswith("ssl_")]):
-        _refuse(url, f"{odd[0]} needs rediss://")
+    if not tls and (unknown := [each for each in given if each.startswith("ssl_")]):
+        _refuse(url, f"{unknown[0]} needs rediss://")
     if tls:
         given.setdefault("ssl_check_hostname", given.get("ssl_cert_reqs", "required") == "required")
     if parts.scheme == "unix":
-        if place or not path:
+        if location or not path:
             _refuse(url, "it has the form unix:///path/of/socket")
         return RedisUrl(shown(url), given | {"path": path})
     if parts.scheme in ("redis", "rediss"):
-        host, port = _host_port(url, place or "localhost", PORT)
+        host, port = _host_port(url, location or "localhost", PORT)
         return RedisUrl(shown(url), _with_db(url, given, path[1:]) | {"host": host, "port": port}, tls)
     if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
-        return _of_sentinels(url, given, place, path, tls)
+        return _of_sentinels(url, given, location, path, tls)
     _refuse(url, "it must begin with redis://, rediss://, unix://, redis+sentinel:// or rediss+sentinel://")
 
 
@@ -144,13 +144,13 @@ def without_credentials(url: RedisUrl) -> RedisUrl:
     return replace(url, server={name: value for name, value in url.server.items() if name not in _CREDENTIALS})
 
 
-def _of_sentinels(url: str, given: dict[str, Any], place: str, path: str, tls: bool) -> RedisUrl:
+def _of_sentinels(url: str, given: dict[str, Any], location: str, path: str, tls: bool) -> RedisUrl:
     own = {name: given.pop(each) for each, name in _SENTINELS_OWN.items() if each in given}
     own |= {name: value for name, value in given.items() if name.startswith("ssl_")}
     if "@" in path:
         _refuse(url, "write %2F for a / in the password")
     service, _, db = path[1:].partition("/")
-    sentinels = tuple(_host_port(url, each, SENTINEL_PORT) for each in place.split(",") if each)
+    sentinels = tuple(_host_port(url, each, SENTINEL_PORT) for each in location.split(",") if each)
     if not sentinels:
         _refuse(url, "it names no Sentinel")
     return RedisUrl(shown(url), _with_db(url, given, db), tls, sentinels, own, service or SERVICE)
@@ -161,8 +161,8 @@ def _parameters(url: str, query: str) -> dict[str, Any]:
     found = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
-            odd = repr(name[:40]) if name.isidentifier() and "@" not in query else "the part after the ?"
-            _refuse(url, f"{odd} is not one of its parameters: {', '.join(known)}")
+            unknown = repr(name[:40]) if name.isidentifier() and "@" not in query else "the part after the ?"
+            _refuse(url, f"{unknown} is not one of its parameters: {', '.join(known)}")
         try:
             found[name] = known[name](value)
         except ValueError:

@@ -23,6 +23,7 @@ log = logging.getLogger("kvferry.registry")
 LEASE_S = 5.0
 """Seconds after which a lease expires unless it is renewed."""
 RENEWAL_S = 1.0
+"""Seconds between renewals of a lease."""
 
 
 class Announced(StrEnum):
@@ -55,13 +56,13 @@ class Registry(Protocol):
 
 
 class LeaseKeeper:
-    """Keeper that announces a node's lease every second while the node serves. No method raises.
+    """Announces a node's lease every second while the node serves. No method raises.
 
     make_lease    returns the current lease
-    on_restored   called when the registry answers again after a failure, or lost our lease: published rows may be gone
+    on_restored   called when the registry answers again after a failure, or lost our lease: published rows may be lost
     on_outcome    called with "renewed", "created", "fenced" or "failed" after each attempt
     lease_s       seconds after which a lease expires in this registry
-    trouble       why the lease is not held, as of the last attempt; empty while it is
+    trouble       reason for which the lease is not held, as of the last attempt; empty while it is held
 
     A lease counts as held once it was read back as routers read it, and renewed since: a registry that accepts a lease
     may not store it, or may not be the one that routers read. A lapsed lease must be read back again.
@@ -85,8 +86,8 @@ class LeaseKeeper:
         self._held_until = 0.0
         self.trouble = "the registry has not been queried yet"
         self._refused = RateLimitedLog(log)
-        self._stands = self._absence_told = self._lapse_told = False
-        self._held_once = asyncio.Event()
+        self._confirmed = self._logged_absence = self._logged_lapse = False
+        self._held_event = asyncio.Event()
         self._failures = 0
         self.fenced = False
         self._announced: tuple[str, int] | None = None
@@ -97,7 +98,7 @@ class LeaseKeeper:
     @property
     def held(self) -> bool:
         """Return whether the registry has our lease: it was read back, and renewed less than `lease_s` ago."""
-        return self._stands and time.monotonic() < self._held_until
+        return self._confirmed and time.monotonic() < self._held_until
 
     def start(self) -> None:
         """Announce now, and periodically until `stop`."""
@@ -105,7 +106,7 @@ class LeaseKeeper:
 
     async def first_held(self) -> None:
         """Wait until a lease of this node is held for the first time."""
-        await self._held_once.wait()
+        await self._held_event.wait()
 
     async def announce_now(self) -> bool:
         """Announce at once, because the node's state changed; return whether the registry accepted the lease."""
@@ -128,7 +129,7 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         while not self._stopping.is_set():
-            if await self.announce_now() and not self._stands:
+            if await self.announce_now() and not self._confirmed:
                 await self._read_back()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._delay_s()):
@@ -143,17 +144,17 @@ class LeaseKeeper:
             return
         if self._announced not in found:
             self.trouble = "the registry accepted the lease and then lost it"
-            if not self._absence_told:
+            if not self._logged_absence:
                 log.warning("the registry accepted the lease of %s and then lost it", self._announced)
-            self._absence_told = True
+            self._logged_absence = True
             return
         async with self._busy:
             outcome = await self._announce()
-            self._stands = outcome == Announced.RENEWED
+            self._confirmed = outcome == Announced.RENEWED
         self._on_outcome(outcome)
-        if self._stands:
-            self._absence_told, self.trouble = False, ""
-            self._held_once.set()
+        if self._confirmed:
+            self._logged_absence, self.trouble = False, ""
+            self._held_event.set()
 
     def _delay_s(self) -> float:
         """Return the seconds until the next attempt: the period, or a jittered exponential backoff after failures."""
@@ -170,15 +171,15 @@ class LeaseKeeper:
             self._note_failure(error)
             return "failed"
         fenced = outcome is Announced.FENCED
-        self._stands = self._stands and not fenced and began < self._held_until
+        self._confirmed = self._confirmed and not fenced and began < self._held_until
         self._held_until = 0.0 if fenced else began + self._lease_s
         if fenced and not self.fenced:
             log.error("node id %s is in use by a newer process: this one gets no work", lease.node_id)
         self.fenced = fenced
         restored = self._failures > 0 or (outcome is Announced.CREATED and self._announced is not None)
         self._failures, self._announced = 0, (lease.node_id, lease.epoch)
-        self._lapse_told = False
-        self.trouble = "a newer process has the same node id" if fenced else "" if self._stands else self.trouble
+        self._logged_lapse = False
+        self.trouble = "a newer process has the same node id" if fenced else "" if self._confirmed else self.trouble
         if restored:
             log.info("lease of %s restored", lease.node_id)
             self._on_restored()
@@ -192,6 +193,6 @@ class LeaseKeeper:
         elif self._failures == 1:
             known = isinstance(error, KvferryError)
             log.warning("lease not written: %s", error, exc_info=None if known else error)
-        elif self._announced is not None and time.monotonic() >= self._held_until and not self._lapse_told:
-            self._lapse_told = True
+        elif self._announced is not None and time.monotonic() >= self._held_until and not self._logged_lapse:
+            self._logged_lapse = True
             log.warning("the lease of %s has lapsed: not ready until the registry answers", self._announced[0])

@@ -18,20 +18,20 @@ SAMPLE, NEWEST = 8, 8
 
 A store that returns to an older state loses the newest rows. Sampled rows are GROUP apart, because rows that share a
 key are mostly lost together."""
-MEND_S, MAX_MEND_S = 10.0, 160.0
-"""Seconds between two rewrites of all rows after losses, and the limit to which the interval doubles.
+MIN_REWRITE_S, MAX_REWRITE_S = 10.0, 160.0
+"""Minimum interval between two rewrites of all rows after losses, in seconds, and the limit to which it doubles.
 
-It doubles while rows are lost again and again, because the store then lacks memory for them."""
+It doubles while losses repeat, because the store then lacks memory for the rows."""
 
 
 class RowLossDetector:
     """Detects lost rows while the lease is live: the store ran out of memory, or returned to an older state.
 
-    Every `sample_s` seconds it selects rows to look for, and decides when to write all rows again."""
+    Every `sample_s` seconds it selects rows to check, and decides when to write all rows again."""
 
     def __init__(self, sample_s: float) -> None:
         self._sample_s, self._due_at = sample_s, time.monotonic() + sample_s
-        self._mended_at, self._mend_s = -math.inf, MEND_S
+        self._rewritten_at, self._interval_s = -math.inf, MIN_REWRITE_S
 
     def sample(self, rows: dict[bytes, None], unwritten: Container[bytes]) -> list[bytes]:
         """Return a sample of the written rows; empty if the next sample is not due yet."""
@@ -41,15 +41,18 @@ class RowLossDetector:
         self._due_at = now + self._sample_s
         span = SAMPLE * GROUP
         begin = random.randrange(max(1, len(rows) - span + 1))
-        looked = (*islice(rows, begin, begin + span, GROUP), *islice(reversed(rows), 0, NEWEST * GROUP, GROUP))
-        return list(dict.fromkeys(each for each in looked if each not in unwritten))
+        selected = (*islice(rows, begin, begin + span, GROUP), *islice(reversed(rows), 0, NEWEST * GROUP, GROUP))
+        return list(dict.fromkeys(each for each in selected if each not in unwritten))
 
-    def mend(self, found: int, asked: int) -> bool:
+    def should_rewrite(self, found: int, sampled: int) -> bool:
         """Return whether to write all rows again, after `found` of `asked` sampled rows were found."""
         now = time.monotonic()
-        if found >= asked or now < self._mended_at + self._mend_s:
+        if found >= sampled or now < self._rewritten_at + self._interval_s:
             return False
-        log.warning("%d of %d rows of the block index are lost: writing all of them again", asked - found, asked)
-        again = now < self._mended_at + 2 * self._mend_s
-        self._mended_at, self._mend_s = now, min(2 * self._mend_s, MAX_MEND_S) if again else MEND_S
+        log.warning("%d of %d rows of the block index are lost: writing all of them again", sampled - found, sampled)
+        repeated = now < self._rewritten_at + 2 * self._interval_s
+        self._rewritten_at, self._interval_s = (
+            now,
+            min(2 * self._interval_s, MAX_REWRITE_S) if repeated else MIN_REWRITE_S,
+        )
         return True

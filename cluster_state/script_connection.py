@@ -28,7 +28,7 @@ class ScriptConnection(asyncio.Protocol):
     def __init__(self, client_connection: Any) -> None:
         self.client_connection = client_connection
         self._transport = cast(asyncio.Transport, client_connection._writer.transport)
-        self._before = cast(asyncio.Protocol, self._transport.get_protocol())
+        self._client_protocol = cast(asyncio.Protocol, self._transport.get_protocol())
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._reader = ReplyReader()
         self._transport.set_protocol(self)
@@ -69,7 +69,7 @@ class ScriptConnection(asyncio.Protocol):
             if not answer.done():
                 answer.set_exception(RedisConnectionError(f"the connection broke: {exc or 'closed'}"))
         self._waiting.clear()
-        self._before.connection_lost(exc)
+        self._client_protocol.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
         """Let the transport close itself (asyncio.Protocol)."""

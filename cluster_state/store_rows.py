@@ -47,8 +47,8 @@ class StoreRows:
     def note(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Record groups that exist and groups that do not. The latest call for a row counts."""
         with self._lock:
-            for row, there in (*((each, False) for each in removed), *((each, True) for each in stored)):
-                self._waiting[row] = there
+            for row, exists in (*((each, False) for each in removed), *((each, True) for each in stored)):
+                self._waiting[row] = exists
                 self._waiting.move_to_end(row)
             while len(self._waiting) > MAX_WAITING:
                 self._waiting.popitem(last=False)
@@ -74,24 +74,24 @@ class StoreRows:
                 batch = dict(islice(self._waiting.items(), BATCH))
                 for row in batch:
                     del self._waiting[row]
-            stored = [each for each, there in batch.items() if there]
-            removed = [each for each, there in batch.items() if not there]
+            stored = [each for each, exists in batch.items() if exists]
+            removed = [each for each, exists in batch.items() if not exists]
             try:
                 await self._index.publish(ON_STORE, STORE_EPOCH, stored, removed)
             except Exception as error:
-                self._again(batch, error)
+                self._requeue(batch, error)
                 return
             self._failing = False
 
-    def _again(self, batch: dict[bytes, bool], error: Exception) -> None:
+    def _requeue(self, batch: dict[bytes, bool], error: Exception) -> None:
         if not self._failing:
             known = isinstance(error, KvferryError)
             log.warning("cannot write rows of the shared store: %s", error, exc_info=None if known else error)
         self._failing = True
         with self._lock:
-            for row, there in reversed(batch.items()):
+            for row, exists in reversed(batch.items()):
                 if row not in self._waiting and len(self._waiting) < MAX_WAITING:
-                    self._waiting[row] = there
+                    self._waiting[row] = exists
                     self._waiting.move_to_end(row, last=False)
 
     async def _run(self) -> None:

@@ -86,7 +86,7 @@ class Pick:
         if breakers.any:
             breakers.use(None, entry.key)
         self._expected = self._cluster.inflight_prefixes.sent(self._hashes.get(entry.lease.fingerprint, ()), entry.key)
-        self._booking = entry.promise(*self._amounts, lambda error: log.info("a request's node is lost: %s", error))
+        self._booking = entry.reserve(*self._amounts, lambda error: log.info("a request's node is lost: %s", error))
 
     def _release(self) -> None:
         self._expected.over()

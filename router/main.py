@@ -157,12 +157,12 @@ async def run_router(
         peers.answering()
     )  # fmt: skip
     if settings.elastic:
-        followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).kept(),)
+        followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).running(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
         app = create_app(
             settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle, ownership, journals
         )
-        for each in (*followed, journals.kept(), ownership.kept()):
+        for each in (*followed, journals.running(), ownership.kept()):
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,

@@ -74,7 +74,7 @@ class RequestContext:
     realm     tenant in whose cached blocks it may find prefixes; empty if tenants share prefixes
     priority  lower is served earlier; 0 by default
     itl_s     target of the mean seconds between its tokens; infinite without a target of the tenant
-    is_patient  nobody waits for it (for example a batch row), so that no targets apply to it
+    is_background  nobody waits for it (for example a batch row), so that no targets apply to it
     session   name of the session on the wire, by the client's x-session-id; empty: none
     trace     W3C `traceparent` of the request's span, or the client's if no span is recorded; may be empty
     """
@@ -90,7 +90,7 @@ class RequestContext:
     resume: ResumeHeaders = NO_RESUME
     first_by: float = inf
     itl_s: float = inf
-    is_patient: bool = False
+    is_background: bool = False
     session: str = ""
 
     @property

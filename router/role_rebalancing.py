@@ -47,7 +47,7 @@ class RoleRebalancer:
                 del self._since[pool.name]
                 await self._make(change)
 
-    def kept(self) -> AbstractAsyncContextManager[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Check regularly until the end of the block."""
         return background(self._run(), "balance")
 

@@ -119,9 +119,9 @@ class KvferryPolicy:
         self._taken[ask.model, ask.patient] += 1
         uncached = max(0, run.length - placement.cached_len)
         blocks = decode.machine.blocks_for(run.length + 1)
-        booked = [self._entry(decode).promise(0 if prefill else uncached, blocks, _nobody)]
+        booked = [self._entry(decode).reserve(0 if prefill else uncached, blocks, _nobody)]
         if prefill:
-            booked.insert(0, self._entry(prefill).promise(uncached, 0, _nobody))
+            booked.insert(0, self._entry(prefill).reserve(uncached, 0, _nobody))
         self._bookings[run] = booked
         request.goes_to([self._entry(node).key for node in (prefill, decode) if node])
         computing = self._entry(prefill or decode)
@@ -137,7 +137,7 @@ class KvferryPolicy:
         ask, now = run.ask, run.arrived
         first_by = inf if self._targets is None or ask.patient else now + self._targets.first_s(run)
         call = RequestContext(
-            str(ask.number), now, inf, first_by=first_by, itl_s=self._itl_s(ask), is_patient=ask.patient
+            str(ask.number), now, inf, first_by=first_by, itl_s=self._itl_s(ask), is_background=ask.patient
         )
         leave = partial(self._leave, run)
         made = self._requests[run] = RequestTargets(call, cluster, Delivered(run), leave, lambda _: None)

@@ -463,7 +463,7 @@ class Bench:
         params = SamplingParams(max_tokens=max_tokens, **spec.pop("params", {}))
         now = time.monotonic()
         call = RequestContext(
-            "r", arrival=now, deadline=now + deadline_s, first_by=now + first_s, itl_s=itl_s, is_patient=patient
+            "r", arrival=now, deadline=now + deadline_s, first_by=now + first_s, itl_s=itl_s, is_background=patient
         )
         return self.cluster.start(RequestSpec(call, "r", tuple(prompt), Generate(params), **spec))
 

@@ -19,11 +19,11 @@ class MemoryResponses:
         *,
         ttl_s: float = 3600.0,
         share: int = 64 * 2**20,
-        most: int = MAX_RESPONSES,
+        max_records: int = MAX_RESPONSES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.available = True
-        self._ttl_s, self._share, self._most, self._clock = ttl_s, share, most, clock
+        self._ttl_s, self._share, self._max_records, self._clock = ttl_s, share, max_records, clock
         self._records: dict[str, dict[str, tuple[bytes, float]]] = {}
 
     async def put(self, tenant: str, response_id: str, record: bytes) -> bool:
@@ -32,7 +32,7 @@ class MemoryResponses:
             return False
         rows.pop(response_id, None)
         rows[response_id] = (record, self._clock() + self._ttl_s)
-        while len(rows) > self._most or sum(len(kept) for kept, _ in rows.values()) > self._share:
+        while len(rows) > self._max_records or sum(len(kept) for kept, _ in rows.values()) > self._share:
             del rows[next(iter(rows))]
         return True
 

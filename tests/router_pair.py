@@ -55,8 +55,8 @@ class Router:
 
     async def __aenter__(self) -> Router:
         before = asyncio.all_tasks()
-        await self._stack.enter_async_context(self.journals.kept())
-        await self._stack.enter_async_context(self.ownership.kept())
+        await self._stack.enter_async_context(self.journals.running())
+        await self._stack.enter_async_context(self.ownership.running())
         self._tasks = asyncio.all_tasks() - before
         await asyncio.sleep(0)
         return self

@@ -115,16 +115,16 @@ class AdmittedRequest:
         so that it has no targets. sees_tokens: the time between its tokens is measured here, so that it may have a
         target."""
         call, tenant = self.call, self._meter.tenant
-        is_patient = call.is_patient or body.is_patient
-        has_targets = not (is_patient or resumes)
+        is_background = call.is_background or body.is_background
+        has_targets = not (is_background or resumes)
         first_by = call.arrival + 1e-3 * tenant.ttft_ms if tenant.ttft_ms and has_targets else inf
         itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets and sees_tokens else inf
-        tier = body.tier_used(is_patient=is_patient)
+        tier = body.tier_used(is_background=is_background)
         priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
         name = call.session or session_name(call.tenant, session or "")
-        if priority or tenant.ttft_ms or tenant.itl_ms or is_patient or name:
+        if priority or tenant.ttft_ms or tenant.itl_ms or is_background or name:
             self.call = replaced(
-                call, priority=priority, first_by=first_by, itl_s=itl_s, is_patient=is_patient, session=name
+                call, priority=priority, first_by=first_by, itl_s=itl_s, is_background=is_background, session=name
             )
         return self.call
 

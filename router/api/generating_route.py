@@ -83,7 +83,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         name, place = parsed_id(resume.after) if resume.after else (resume.name, None)
         if not name.startswith(resume.name):
             raise InvalidRequest(f"{HEADER}: the event belongs to another answer", param=HEADER)
-        journal = await self._journals.found(call, name, self._path)
+        journal = await self._journals.find(call, name, self._path)
         journal.after, journal.after_event = place, resume.number
         return journal
 
@@ -93,7 +93,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         computes: if false, produce only what is recorded. Raises KvferryError."""
         realm = self._tenant_registry.realm(tenant)
         call = RequestContext(name, time.monotonic(), time.monotonic(), tenant, realm)
-        journal = await self._journals.found(call, name, self._path, by_force=True)
+        journal = await self._journals.find(call, name, self._path, by_force=True)
         journal.outputs.computes = computes
         span = TRACER.start("request", "", endpoint=self._path, id=journal.call.id, tenant=tenant)
         admitted = AdmittedRequest(journal.call, self._tenant_registry, self._metrics, span)
@@ -172,7 +172,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             self._ending.add(ending := asyncio.create_task(generation.close()))
             ending.add_done_callback(self._ending.discard)
 
-        journal.when_claimed(claimed)
+        journal.on_claim(claimed)
         journal.cancel = cancel
         return ids
 

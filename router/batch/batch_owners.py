@@ -70,7 +70,7 @@ class BatchOwners:
 
         if self._owned is not None:
             self._owned.take_over(self._store.kind, claimed)
-            self._owned.when_draining(leave)
+            self._owned.on_drain(leave)
         known: Collection[Place] = ()
         while True:
             try:

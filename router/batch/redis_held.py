@@ -60,7 +60,7 @@ class RedisHeld:
         return row.number in self._answered
 
     async def cancelling(self) -> bool:
-        holds, cancel = await self._patiently(lambda: self._parts.batches.look(*self._place, self._fence))
+        holds, cancel = await self._patiently(lambda: self._parts.batches.holding(*self._place, self._fence))
         if not holds:
             raise LostBatch
         return cancel

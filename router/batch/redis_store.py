@@ -148,7 +148,7 @@ class RedisBatchStore:
     def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int) -> None:
         self._connection, self._checked = connection, False
         self._parts = RedisParts(
-            RedisFiles(connection, ttl_s=ttl_s, limit=limit, most=files.MOST),
+            RedisFiles(connection, ttl_s=ttl_s, limit=limit, max_files=files.MOST),
             RedisBatches(connection, ttl_s=ttl_s),
             RedisBatchRows(connection, ttl_s=ttl_s, limit=limit),
             ttl_s,

@@ -207,7 +207,7 @@ class Runner:
         tenant = self._batch.tenant
         return RequestContext(
             name, arrival=now, deadline=now + self._row_s, tenant=tenant, realm=self._realm, priority=PRIORITY,
-            is_patient=True,
+            is_background=True,
         )  # fmt: skip
 
     async def _write(self, row: Row, answer: dict[str, Any], *, ok: bool) -> None:

@@ -48,7 +48,7 @@ class SnapshotBuilder:
         `viewer` is the tenant that requests it and sees no names of others' requests; None sees all."""
         table, request_log = self._cluster.nodes, self._cluster.request_log
         now = request_log.clock()
-        left = table.breakers.left()
+        left = table.breakers.remaining()
         points, counted = self._history.told()
         ships, transfers_s = _ships(request_log, now)
         entries = sorted(table.entries.values(), key=lambda entry: (NODE_ROLES.index(entry.lease.role), entry.key))
@@ -57,7 +57,7 @@ class SnapshotBuilder:
             router=self._cluster.router_id,
             version=VERSION,
             up_s=now - request_log.began,
-            registry=table.contact.up,
+            registry=table.registry_health.up,
             models=[model.name.first for model in table.models],
             queued=int(total(self._metrics.queued, "")),
             nodes=list(self._nodes(entries[:NODES], left)),
@@ -104,7 +104,7 @@ class SnapshotBuilder:
                 most_running=lease.max_num_seqs,
                 waiting=load.waiting_requests,
                 waiting_tokens=load.waiting_tokens,
-                streams=len(entry.listeners) if lease.role == "decode" else len(entry.bookings),
+                streams=len(entry.listeners) if lease.role == "decode" else len(entry.reservations),
                 prefill_tokens_per_s=lease.rates.prefill_tokens_per_s,
                 step_s=lease.rates.step_s,
                 ship_bytes_per_s=lease.rates.ship_bytes_per_s,

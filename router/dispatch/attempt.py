@@ -159,10 +159,10 @@ class Attempt:
         total = len(self.job.token_ids)
         uncached = max(0, total - self.placement.cached_len)
         if prefill := self._prefill_node:
-            self._bookings["prefill"] = prefill.promise(uncached, 0, self._prefill_lost, self._suspect)
+            self._bookings["prefill"] = prefill.reserve(uncached, 0, self._prefill_lost, self._suspect)
         if decode := self.decode_node:
             blocks = blocks_for(total + 1, decode.lease.block_size)
-            self._bookings["decode"] = decode.promise(0 if prefill else uncached, blocks, self.lost, self._suspect)
+            self._bookings["decode"] = decode.reserve(0 if prefill else uncached, blocks, self.lost, self._suspect)
 
     def _settle(self, role: str) -> None:
         if booking := self._bookings.get(role):
@@ -186,7 +186,7 @@ class Attempt:
         culprits = nodes_at_fault(error, reporter, self.placement, decoding=self.decoding)
         if len(culprits) == 2 and not self._over:
             prefill, decode = map(node_key, culprits)
-            self._breakers.pair_failed(prefill, decode, surely=isinstance(error, NodeLost | Incompatible))
+            self._breakers.pair_failed(prefill, decode, certain=isinstance(error, NodeLost | Incompatible))
             if isinstance(error, BlocksCorrupt):
                 self._breakers.corrupt(prefill, decode)
         self._fail(error, *culprits)

@@ -46,7 +46,7 @@ class AttemptPlanner:
     ) -> None:
         self.patience, self.failures = Backoff(context.patience_s), 0
         self._spec, self._context, self._delivered = spec, context, delivered
-        has_part = spec.call.is_patient or spec.call.has_targets
+        has_part = spec.call.is_background or spec.call.has_targets
         self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None
         self._retry_policy, self._suspect = RetryPolicy(), Suspect()
         bound = [each.fingerprint for each in (spec.delivered, spec.fork_of, spec.media) if each]

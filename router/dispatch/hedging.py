@@ -173,7 +173,7 @@ class HedgePolicy:
         tokens = len(first.job.token_ids) + 1
 
         def roomless() -> set[NodeKey]:
-            return {view.key for view in self._context.model.room.views.values() if not _has_room(view, tokens)}
+            return {view.key for view in self._context.model.capacity.views.values() if not _has_room(view, tokens)}
 
         decodes = {entry.key for entry in self._context.model.members if entry.lease.role == "decode"}
         if self._left_nodes >= MAX_LEFT or decodes <= roomless():
@@ -190,7 +190,7 @@ class HedgePolicy:
         return Hedge(placement, "room_elsewhere", nodes, "another decode node has room")
 
     def _is_crowded(self, placement: Placement) -> bool:
-        view = self._context.model.room.views.get(node_key(placement.decode)) if placement.decode else None
+        view = self._context.model.capacity.views.get(node_key(placement.decode)) if placement.decode else None
         return view is not None and crowded(view)
 
     def decide(self, delta: TokenDelta, delivered: int) -> None:

@@ -135,7 +135,7 @@ class MediaEncoding:
         """Return how many tokens of media each node would have to encode."""
         counts = [blocks_for(item.length * node.media_row_bytes, node.block_bytes) for item in items]
         runs = [embedding_hashes(root, item.hash, count) for item, count in zip(items, counts, strict=True)]
-        up = self._nodes.contact.up
+        up = self._nodes.registry_health.up
         held = await asyncio.gather(*(self._prefixes.held(run, names, up) for run in runs))
         lengths = [
             (item.length, {name for name in names if here.get(name, 0) >= len(run)})
@@ -145,7 +145,7 @@ class MediaEncoding:
 
     def _able(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
         """Return the encode nodes that can be asked now. fingerprint: the one they must have; empty: any."""
-        shut = self._nodes.breakers.shut().nodes if self._nodes.breakers.any else ()
+        shut = self._nodes.breakers.open().nodes if self._nodes.breakers.any else ()
         return [
             entry
             for entry in self._model.encoders

@@ -64,7 +64,7 @@ class ModelCluster:
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
         self.media = ModelMedia(model, shared.nodes, shared.client)
         self.leases = model.all_leases
-        self.displacement, self.session_notes = Displacement(model.room), shared.session_notes
+        self.displacement, self.session_notes = Displacement(model.capacity), shared.session_notes
         self.close_session = partial(shared.session_notes.closes, model)
         self._info: ClusterInfo | None = None
         self.trouble, self._capacity, self._capacity_until = Readiness(shared.nodes), Capacity(), 0.0
@@ -85,7 +85,7 @@ class ModelCluster:
 
     def start(self, spec: RequestSpec) -> RequestDispatch:
         """Return a dispatch, idle until its first iteration; raise Overloaded if nodes and queue are full."""
-        room = self.model.room  # maintained sums: the cost does not grow with the number of nodes
+        room = self.model.capacity  # maintained sums: the cost does not grow with the number of nodes
         if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
             if isinstance(refusal, Overloaded):
@@ -121,7 +121,7 @@ class ModelCluster:
         if not hashes or group is None:
             return {}
         nodes = group.names
-        found = await self._prefixes.held(hashes, nodes, self.nodes.contact.up, group.states)
+        found = await self._prefixes.held(hashes, nodes, self.nodes.registry_health.up, group.states)
         here = {node_id: blocks for (node_id, epoch), blocks in held.items() if nodes.get(node_id) == epoch}
         for node_id, blocks in (*self.inflight_prefixes.held(hashes, nodes).items(), *here.items()):
             found[node_id] = max(blocks, found.get(node_id, 0))
@@ -212,7 +212,7 @@ class ModelCluster:
         return Reuse(length, computed=length)
 
     def _shut(self) -> OpenBreakers:
-        return self.nodes.breakers.shut() if self.nodes.breakers.any else OpenBreakers()
+        return self.nodes.breakers.open() if self.nodes.breakers.any else OpenBreakers()
 
     def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
         """Choose the node that keeps copies of the decode node's new full blocks.

@@ -60,7 +60,7 @@ class ModelMedia:
                 raise NodeLost(f"{node.node_id} is lost")
             body = pack(replace(request, deadline_s=left_s))
             call = self._client.call(node, "POST /attempts/render", body, left_s, None, found.append)
-            await watched(entry, call, left_s, patient=is_last)
+            await watched(entry, call, left_s, ignore_suspicion=is_last)
             return RenderedMedia(*_prompt(found, node))
 
         return await self._first(modalities, request.adapter, asked, request.deadline_s)
@@ -126,7 +126,7 @@ class ModelMedia:
 
         An encode node is asked only for prompts that another node can compute."""
         breakers = self._nodes.breakers
-        shut = breakers.shut().nodes if breakers.any else ()
+        shut = breakers.open().nodes if breakers.any else ()
         able = [
             entry
             for entry in self._model.live

@@ -21,7 +21,7 @@ class Readiness:
         if self._yes:
             return ""
         others = self._nodes.incompatible_nodes.roles["decode"]
-        why = "" if self._decodes() else self._nodes.contact.trouble or (OTHERS if others else "")
+        why = "" if self._decodes() else self._nodes.registry_health.trouble or (OTHERS if others else "")
         self._yes = not why
         return why
 

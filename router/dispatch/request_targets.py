@@ -73,7 +73,7 @@ class RequestTargets:
 
     def goes_to(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
-        if self._call.is_patient:
+        if self._call.is_background:
             self._displacement.runs(self, nodes)
         elif self._call.has_targets:
             self._displacement.has_target(self, self._call.itl_s)
@@ -85,7 +85,7 @@ class RequestTargets:
 
     def _bound(self, demand: Demand) -> Demand:
         """Return the demand; of a patient request, with the shortest target of requests that have targets now."""
-        shortest_s = self._displacement.itl_s() if self._call.is_patient else None
+        shortest_s = self._displacement.itl_s() if self._call.is_background else None
         return demand if shortest_s is None else replace(demand, recovers=False, patient=True, itl_s=shortest_s)
 
     def _placed(self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:

@@ -1,1 +1,1 @@
-"""Journals of requests: their outputs so far, from which this router or another one continues after a break."""
+"""Journals of requests: recorded outputs, from which this router or another one continues after a break."""

@@ -18,20 +18,22 @@ _END = b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPlace:
-    """Place in a stream: each choice's tokens, and the events left at that count; closed: last events sent."""
+class StreamPosition:
+    """Position in a stream: each choice's number of tokens and of further events at this count.
+
+    closed: number of the stream's last events that were sent."""
 
     counts: tuple[tuple[int, int], ...]
     closed: int = 0
 
 
-def parsed_id(text: str) -> tuple[str, StreamPlace]:
-    """Return an event id's journal and place. Raises InvalidRequest naming the header."""
+def parsed_id(text: str) -> tuple[str, StreamPosition]:
+    """Return the name of an event id's journal, and the position. Raises InvalidRequest naming the header."""
     found = _ID.fullmatch(text) if len(text) <= 16_384 else None
     if found is None:
         raise InvalidRequest(f"{HEADER}: {text[:64]!r} is not an event id of this server", param=HEADER)
     counts = [each.partition("-") for each in found["counts"].split(",")]
-    return found["name"], StreamPlace(tuple((int(a), int(b or 0)) for a, _, b in counts), int(found["closed"] or 0))
+    return found["name"], StreamPosition(tuple((int(a), int(b or 0)) for a, _, b in counts), int(found["closed"] or 0))
 
 
 class EventIds:
@@ -39,7 +41,7 @@ class EventIds:
 
     Tokens up to the counts in `after`, and the first token of each choice, must come one at a time."""
 
-    def __init__(self, name: str, choices: int, after: StreamPlace | None = None) -> None:
+    def __init__(self, name: str, choices: int, after: StreamPosition | None = None) -> None:
         self._head = f"id: {name}:".encode()
         self._counts, self._after = [0] * choices, after
         if after is not None and len(after.counts) != choices:
@@ -60,30 +62,30 @@ class EventIds:
         if not events:
             return events
         parts = [each + _END for each in events.split(_END)[:-1]]
-        first = len(parts) - self._due(choice, len(parts))
+        first = len(parts) - self._new_events(choice, len(parts))
         return b"".join(
-            b"%b%b\n%b" % (self._head, self._at(choice, len(parts) - 1 - place), parts[place])
-            for place in range(first, len(parts))
+            b"%b%b\n%b" % (self._head, self._counts_at(choice, len(parts) - 1 - position), parts[position])
+            for position in range(first, len(parts))
         )
 
     def close(self, events: bytes) -> bytes:
         """Return the last events of the stream with their ids, without those that the client has."""
         parts = [each + _END for each in events.split(_END)[:-1]]
         first = self._after.closed if self._after else 0
-        at = self._at(0, 0)
+        at = self._counts_at(0, 0)
         return b"".join(
-            b"%b%b+%d\n%b" % (self._head, at, place + 1, parts[place]) for place in range(first, len(parts))
+            b"%b%b+%d\n%b" % (self._head, at, position + 1, parts[position]) for position in range(first, len(parts))
         )
 
-    def _due(self, choice: int, events: int) -> int:
+    def _new_events(self, choice: int, events: int) -> int:
         """Return how many of the last events at the choice's count the client does not have."""
-        count, left = self._after.counts[choice] if self._after else (0, 0)
+        count, later = self._after.counts[choice] if self._after else (0, 0)
         if self._counts[choice] != count or not count:
             return events if self._counts[choice] >= count else 0
-        return min(left, events)
+        return min(later, events)
 
-    def _at(self, choice: int, left: int) -> bytes:
+    def _counts_at(self, choice: int, later: int) -> bytes:
         counts = [b"%d" % count for count in self._counts]
-        if left:
-            counts[choice] += b"-%d" % left
+        if later:
+            counts[choice] += b"-%d" % later
         return b",".join(counts)

@@ -14,8 +14,8 @@ from kvferry.router.journal.writer import OpenJournal
 class JournaledOutputs:
     """Journal of a generation. Implements router.api.generation.Journal.
 
-    followed  the journal as recorded so far; None: the request is new
-    written   takes new outputs; None: another router computes them
+    followed  recorded journal; None: the request is new
+    written   receives new outputs; None: another router computes them
     computes  if false, only recorded outputs are shown, and nothing is computed
     """
 
@@ -25,10 +25,10 @@ class JournaledOutputs:
 
     def check(self, prompts: Sequence[RequestSpec]) -> None:
         """Raise NotResumable if the prompts are not those whose tokens are recorded."""
-        told = digest(prompts)
+        digested = digest(prompts)
         if self.followed is None and self.written is not None:
-            self.written.tape.note_prompts(told)
-        elif self.followed is not None and self.followed.recording.prompts not in (b"", told):
+            self.written.pending.note_prompts(digested)
+        elif self.followed is not None and self.followed.recording.prompts not in (b"", digested):
             raise NotResumable("the request's prompt has changed, for example since the chat template shows the date")
 
     def start(self, spec: RequestSpec, choice: int, compute: Callable[[RequestSpec], Dispatch]) -> Dispatch:
@@ -40,10 +40,10 @@ class JournaledOutputs:
     def add(self, choice: int, output: Output) -> None:
         """Record an output; those that were replayed are recorded already."""
         if self.written is not None and not output.replayed:
-            self.written.tape.add(choice, output)
+            self.written.pending.add(choice, output)
 
     def bind(self, choice: int, dispatch: Dispatch) -> None:
         """Record where a choice is computed."""
         if self.written is not None:
             fork = dispatch.fork
-            self.written.tape.bind(choice, dispatch.route, fork.fingerprint if fork else "")
+            self.written.pending.bind(choice, dispatch.route, fork.fingerprint if fork else "")

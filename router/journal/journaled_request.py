@@ -9,11 +9,11 @@ from collections.abc import Callable
 from kvferry.protocol.errors import Cancelled, KvferryError
 from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.router.api.admission import TokenUsage
-from kvferry.router.journal.event_ids import StreamPlace
+from kvferry.router.journal.event_ids import StreamPosition
 from kvferry.router.journal.journaled_outputs import JournaledOutputs
 from kvferry.router.journal.recorded_dispatch import FollowedJournal
 from kvferry.router.journal.recording import JournalHead
-from kvferry.router.journal.writer import JournalWriter, Leave, OpenJournal, nothing
+from kvferry.router.journal.writer import CloseMode, JournalWriter, OpenJournal, nothing
 from kvferry.router.request_context import RequestContext
 
 
@@ -21,9 +21,9 @@ class JournaledRequest:
     """A recorded request, as one router serves it.
 
     call         its context, with the identity that was recorded
-    after        the place after which the client wants the stream to continue; None: from the beginning
-    after_event  that place as an event number
-    outputs      its outputs, recorded and new
+    after        position after which the client wants the stream to continue; None: from the beginning
+    after_event  that position as an event number
+    outputs      its recorded and new outputs
     is_lost      another router owns the journal now
     cancel       ends the generation; called when the journal is lost
     """
@@ -33,13 +33,13 @@ class JournaledRequest:
         followed: FollowedJournal | None, ttl_s: float,
     ) -> None:  # fmt: skip
         self.call, self.head, self.name = call, head, name
-        self.after: StreamPlace | None = None
+        self.after: StreamPosition | None = None
         self.after_event = -1
         self.is_lost = False
         self.cancel: Callable[[], object] | None = None
         self._writer, self._metrics, self._ttl_s = writer, metrics, ttl_s
         self.outputs = JournaledOutputs(followed)
-        self._goes_on = False
+        self._keeps_open = False
 
     @property
     def is_resumed(self) -> bool:
@@ -67,8 +67,8 @@ class JournaledRequest:
             return used
         return lambda: TokenUsage(output=max(0, used().output - self.recorded_tokens) if self.is_own else 0)
 
-    def when_claimed(self, claimed: Callable[[], object]) -> None:
-        """Call `claimed`, a coroutine function, when this router begins to compute what it only followed."""
+    def on_claim(self, claimed: Callable[[], object]) -> None:
+        """Await `claimed` when this router begins to compute a request that it only followed before."""
 
         async def own() -> None:
             self.write()
@@ -89,30 +89,30 @@ class JournaledRequest:
         self.outputs.written = written
         return self._writer.begin(written)
 
-    def go_on(self) -> None:
-        """Keep the journal open after the `with` block; the caller must call `leave`."""
-        self._goes_on = True
+    def keep_open(self) -> None:
+        """Keep the journal open after the `with` block; the caller must call `close`."""
+        self._keeps_open = True
 
-    async def given_up(self, within_s: float) -> None:
-        """Give the journal up for another router; return once it is written, or `within_s` has passed."""
+    async def hand_over(self, within_s: float) -> None:
+        """Release the journal to other routers; return once it is written, or after `within_s` seconds."""
         if self.outputs.written is not None:
-            self._writer.leave(self.outputs.written, Leave.RELEASE)
+            self._writer.close(self.outputs.written, CloseMode.RELEASE)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
-                    await self.outputs.written.over.wait()
+                    await self.outputs.written.closed.wait()
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """End the journal; after an error another router may continue it if tokens were delivered."""
-        if self.outputs.written is None or self.outputs.written.left is not None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the journal; after an error another router may continue it if tokens were delivered."""
+        if self.outputs.written is None or self.outputs.written.close_mode is not None:
             return
-        begun = self.outputs.written.tape.has_tokens or self.recorded_tokens
+        begun = self.outputs.written.pending.has_tokens or self.recorded_tokens
         if error is None:
-            how = Leave.END
+            how = CloseMode.END
         elif begun or not isinstance(error, KvferryError) or isinstance(error, Cancelled):
-            how = Leave.RELEASE
+            how = CloseMode.RELEASE
         else:
-            how = Leave.DROP
-        self._writer.leave(self.outputs.written, how)
+            how = CloseMode.DROP
+        self._writer.close(self.outputs.written, how)
 
     def __enter__(self) -> JournaledRequest:
         if self.is_resumed:
@@ -120,8 +120,8 @@ class JournaledRequest:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *rest: object) -> None:
-        if error is not None or not self._goes_on:
-            self.leave(error)
+        if error is not None or not self._keeps_open:
+            self.close(error)
             self.forget()
 
     def forget(self) -> None:

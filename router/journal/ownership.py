@@ -1,6 +1,6 @@
-"""Runs a call that takes ownership of a journal, and gives it up if the caller is cancelled meanwhile.
+"""Runs a call that takes ownership of a journal, and releases the journal if the caller is cancelled meanwhile.
 
-Other routers would follow such a journal until it expires, because its owner lives."""
+Otherwise other routers would follow the journal until it expires, because its owner lives."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from kvferry.protocol.errors import RegistryUnavailable
 
 T = TypeVar("T")
 
-_GIVING_UP: set[asyncio.Task[None]] = set()
+_RELEASES: set[asyncio.Task[None]] = set()
 
 
-async def owning(call: Coroutine[Any, Any, T], give_up: Callable[[], Awaitable[object]]) -> T:
-    """Return the result of a call that may own a journal.
+async def owning(call: Coroutine[Any, Any, T], release: Callable[[], Awaitable[object]]) -> T:
+    """Return the result of a call that may take ownership of a journal.
 
-    If the call fails, or its caller is cancelled, `give_up` is called once the call has ended."""
-    taking = asyncio.ensure_future(call)
+    If the call fails, or its caller is cancelled, `release` is called once the call has ended."""
+    owned_call = asyncio.ensure_future(call)
     try:
-        return await asyncio.shield(taking)
+        return await asyncio.shield(owned_call)
     except BaseException:
-        task = asyncio.create_task(_given_up(taking, give_up))
-        _GIVING_UP.add(task)
-        task.add_done_callback(_GIVING_UP.discard)
+        task = asyncio.create_task(_release_after(owned_call, release))
+        _RELEASES.add(task)
+        task.add_done_callback(_RELEASES.discard)
         raise
 
 
-async def _given_up(taking: asyncio.Future[Any], give_up: Callable[[], Awaitable[object]]) -> None:
-    await asyncio.wait([taking])
-    if not taking.cancelled():
-        taking.exception()  # the caller has it, or is gone
+async def _release_after(owned_call: asyncio.Future[Any], release: Callable[[], Awaitable[object]]) -> None:
+    await asyncio.wait([owned_call])
+    if not owned_call.cancelled():
+        owned_call.exception()  # retrieved, so that asyncio does not log it
     with contextlib.suppress(RegistryUnavailable):
-        await give_up()
+        await release()

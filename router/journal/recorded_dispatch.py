@@ -22,7 +22,7 @@ class FollowedJournal:
     """A journal as one router reads it; `recording` grows while another router writes.
 
     is_own      this router owns it, and computes the missing outputs
-    may_claim   this router may own it as soon as its owner is dead or gave it up
+    may_claim   this router may claim it as soon as its owner is dead or released it
     claimed     called when this router owns it; raises KvferryError if it cannot continue
     """
 
@@ -32,30 +32,30 @@ class FollowedJournal:
     ) -> None:  # fmt: skip
         self.recording, self.is_own, self._may_claim = recording, False, may_claim
         self.claimed: Callable[[], Awaitable[None]] | None = None
-        self._journals, self._place, self._owner, self._ttl_s = journals, (tenant, name), owner, ttl_s
-        self._turn = asyncio.Lock()
+        self._journals, self._key, self._owner, self._ttl_s = journals, (tenant, name), owner, ttl_s
+        self._lock = asyncio.Lock()
 
     async def advance(self, seen: int) -> None:
         """Wait until more than `seen` entries are known, the answer has ended, or this router must compute the rest.
 
         Raises Retryable if the journal is no longer kept: its request failed before its first token."""
-        async with self._turn:
+        async with self._lock:
             while self.recording.entries == seen and not self.recording.has_ended and not self.is_own:
                 await asyncio.sleep(FOLLOW_S)
-                if not (await self.look()).is_owned and self._may_claim and not self.recording.has_ended:
+                if not (await self.read()).is_owned and self._may_claim and not self.recording.has_ended:
                     await self.claim()
 
-    async def look(self) -> Journal:
+    async def read(self) -> Journal:
         """Read the entries written since the last read. Raises Retryable if the journal is no longer kept."""
-        journal = await self._journals.read(*self._place, self.recording.entries)
+        journal = await self._journals.read(*self._key, self.recording.entries)
         if journal is None:
             raise Retryable("the request that computed this answer has failed; send it again")
         self.recording.add(journal.entries)
         return journal
 
     async def claim(self, *, by_force: bool = False) -> bool:
-        """Own the journal if nobody else does; return whether this router owns it now."""
-        release = partial(self._journals.release, *self._place, self._owner, ttl_s=self._ttl_s)
+        """Claim the journal unless a live router owns it, or in any case; return whether this router owns it now."""
+        release = partial(self._journals.release, *self._key, self._owner, ttl_s=self._ttl_s)
         if await owning(self._claim(by_force), release):
             self.is_own = True
             if self.claimed is not None and not self.recording.has_ended:
@@ -63,16 +63,16 @@ class FollowedJournal:
         return self.is_own
 
     async def _claim(self, by_force: bool) -> bool:
-        if not await self._journals.claim(*self._place, self._owner, ttl_s=self._ttl_s, by_force=by_force):
+        if not await self._journals.claim(*self._key, self._owner, ttl_s=self._ttl_s, by_force=by_force):
             return False
-        await self.look()
+        await self.read()
         return True
 
 
 class RecordedDispatch:
     """Dispatch of one choice of a recorded request. Implements router.dispatch.interface.Dispatch.
 
-    compute: starts the rest; None: only recorded outputs are wanted, and Cancelled is raised after them."""
+    compute: starts the remaining computation; None: Cancelled is raised after the recorded outputs."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class RecordedDispatch:
 
     async def _outputs(self) -> AsyncGenerator[Output]:
         journal = self._journal
-        recorded, place = journal.recording.choices[self._choice], 0
+        recorded, position = journal.recording.choices[self._choice], 0
         while True:
             self.route = recorded.route
-            while place < len(recorded.outputs):
-                yield recorded.outputs[place]
-                place += 1
-                if recorded.outputs[place - 1].finish_reason is not None:
+            while position < len(recorded.outputs):
+                yield recorded.outputs[position]
+                position += 1
+                if recorded.outputs[position - 1].finish_reason is not None:
                     return
             if journal.is_own or journal.recording.has_ended:
                 break

@@ -22,11 +22,11 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class JournalHead:
-    """The request as sent.
+    """Request as sent by the client.
 
     id         of its answer's RequestContext
     timeout_s  seconds from its arrival to its deadline
-    watched    other routers take it over without being asked by a client
+    watched    other routers take it over without a client's request
     """
 
     path: str
@@ -45,7 +45,7 @@ class JournalHead:
 
     @classmethod
     def unpacked(cls, data: bytes) -> JournalHead:
-        """Parse what `packed` wrote. Raises WireError."""
+        """Parse the result of `packed`. Raises WireError."""
         value = unpack(data)
         if not isinstance(value, list) or len(value) != 9 or value[0] != _VERSION:
             raise WireError("the journal's head is of another version")
@@ -57,8 +57,8 @@ class JournalHead:
         return self.path == path and self.body == body
 
 
-class Tape:
-    """Outputs of one request that are not yet written, which become the journal's next entry."""
+class PendingEntry:
+    """Outputs of one request that are not written yet; they become the journal's next entry."""
 
     __slots__ = ("_items", "_open", "has_tokens")
 
@@ -91,8 +91,8 @@ class Tape:
 
     def bind(self, choice: int, route: Route | None, fingerprint: str) -> None:
         """Record where a choice was computed."""
-        told = (route.prefill, route.decode, route.reuse, route.late) if route else None
-        self._items.append((_ROUTE, choice, (told, fingerprint)))
+        nodes = (route.prefill, route.decode, route.reuse, route.late) if route else None
+        self._items.append((_ROUTE, choice, (nodes, fingerprint)))
 
     def note_prompts(self, digest: bytes) -> None:
         """Record the digest of the prompts' tokens."""
@@ -103,7 +103,7 @@ class Tape:
         self._items.append((_END, 0, None))
 
     def take(self) -> bytes:
-        """Return everything as an entry, and begin the next one."""
+        """Return all items as an entry, and begin the next entry."""
         entry = pack(self._items)
         self._items, self._open = [], {}
         return entry
@@ -125,7 +125,7 @@ class RecordedChoice:
 
 @dataclass(slots=True)
 class Recording:
-    """A journal's entries so far. `prompts` is the digest of the prompts; `entries` counts the entries."""
+    """Entries of a journal. `prompts` is the digest of the prompts; `entries` counts the entries."""
 
     choices: defaultdict[int, RecordedChoice] = field(default_factory=lambda: defaultdict(RecordedChoice))
     prompts: bytes = b""
@@ -133,10 +133,10 @@ class Recording:
     entries: int = 0
 
     def add(self, entries: Sequence[bytes]) -> None:
-        """Take further entries. Raises WireError."""
+        """Add entries. Raises WireError."""
         for entry in entries:
             for kind, choice, value in unpack(entry):
-                self._take(kind, self.choices[choice], value)
+                self._apply(kind, self.choices[choice], value)
             self.entries += 1
 
     @property
@@ -144,7 +144,7 @@ class Recording:
         """Return the number of recorded output tokens."""
         return sum(len(output.token_ids) for each in self.choices.values() for output in each.outputs)
 
-    def _take(self, kind: int, choice: RecordedChoice, value: object) -> None:
+    def _apply(self, kind: int, choice: RecordedChoice, value: object) -> None:
         match kind, value:
             case 0, list():
                 choice.outputs.append(Output(tuple(value), replayed=True))
@@ -152,8 +152,8 @@ class Recording:
                 output = jobs.output(value)
                 output.replayed = True
                 choice.outputs.append(output)
-            case 2, [told, str(fingerprint)]:
-                route = Route(*told) if isinstance(told, list) else None
+            case 2, [nodes, str(fingerprint)]:
+                route = Route(*nodes) if isinstance(nodes, list) else None
                 choice.route, choice.fingerprint = route, fingerprint
             case 3, bytes():
                 self.prompts = value
@@ -165,7 +165,7 @@ def digest(prompts: Sequence[RequestSpec]) -> bytes:
     """Return a digest of the prompts' tokens, which shows whether a prompt that is rendered again has changed.
 
     A chat template may show the time, or may itself have changed."""
-    digested = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for spec in prompts:
-        digested.update(pack(spec.token_ids))
-    return digested.digest()
+        hasher.update(pack(spec.token_ids))
+    return hasher.digest()

@@ -41,20 +41,20 @@ class RequestJournals:
 
     def __init__(self, settings: RouterSettings, owner: str, metrics: JournalMetrics, shared: Journals | None) -> None:
         self.window_s, self.metrics, self._owner = settings.resume_window, metrics, owner
-        most, share = settings.resume_record_kib * 2**10, settings.resume_store_mib * 2**20
+        max_bytes, share = settings.resume_record_kib * 2**10, settings.resume_store_mib * 2**20
         own = MemoryJournals(share=share)
-        self._local = JournalStore(own, JournalWriter(own, owner, metrics, most_bytes=most))
+        self._local = JournalStore(own, JournalWriter(own, owner, metrics, max_bytes=max_bytes))
         self._shared = self._local
         if shared is not None:
-            self._shared = JournalStore(shared, JournalWriter(shared, owner, metrics, most_bytes=most))
-        self._most = most
+            self._shared = JournalStore(shared, JournalWriter(shared, owner, metrics, max_bytes=max_bytes))
+        self._max_bytes = max_bytes
 
     @contextlib.asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Write the journals until the end of the block."""
-        async with self._local.writer.kept(), contextlib.AsyncExitStack() as stack:
+        async with self._local.writer.running(), contextlib.AsyncExitStack() as stack:
             if self._shared is not self._local:
-                await stack.enter_async_context(self._shared.writer.kept())
+                await stack.enter_async_context(self._shared.writer.running())
             yield
 
     async def begin(
@@ -63,7 +63,7 @@ class RequestJournals:
         """Return the request's journal, a new one or that of the request it repeats; None if it has none.
 
         name: of a new journal. stored: if false, it is kept in this process. watched: other routers continue it without
-        being asked by a client. Raises InvalidRequest, KeyReused, NotFound, and RegistryUnavailable if a stream cannot
+        a client's request. Raises InvalidRequest, KeyReused, NotFound, and RegistryUnavailable if a stream cannot
         be resumed now."""
         resume = call.resume
         if not self.window_s:
@@ -71,26 +71,26 @@ class RequestJournals:
         _check_key(resume.key)
         if resume.after:
             known, place = parsed_id(resume.after)
-            found = await self.found(call, known, path)
-            if not found.head.is_of(path, body):
+            request = await self.find(call, known, path)
+            if not request.head.is_of(path, body):
                 raise KeyReused(f"{HEADER}: the stream belongs to another request", param=HEADER)
-            found.after = place
-            return found
+            request.after = place
+            return request
         head = JournalHead(path, body, call.id, call.identity, call.deadline - call.arrival, watched)
         store = self._shared if stored else self._local
         if not (resume.key or watched):
             return self._new(call, store, name, head)
-        return await self._opened(call, store, name, head)
+        return await self._open(call, store, name, head)
 
-    async def found(self, call: RequestContext, name: str, path: str, *, by_force: bool = False) -> JournaledRequest:
-        """Return the request of a journal, which this router owns now if nobody else does.
+    async def find(self, call: RequestContext, name: str, path: str, *, by_force: bool = False) -> JournaledRequest:
+        """Return the request of a journal, and claim the journal unless a live router owns it.
 
-        path: of its endpoint; empty: any. by_force: own it in any case. Raises NotFound, and RegistryUnavailable."""
+        path: of its endpoint; empty: any. by_force: claim it in any case. Raises NotFound and RegistryUnavailable."""
         for store in dict.fromkeys((self._local, self._shared)):
             try:
                 journal = await store.journals.read(call.tenant, name)
             except RegistryUnavailable as error:
-                raise RegistryUnavailable(f"the answer cannot be taken up again now: {error}") from error
+                raise RegistryUnavailable(f"the answer cannot be resumed now: {error}") from error
             if journal is None:
                 continue
             try:
@@ -114,13 +114,13 @@ class RequestJournals:
                 request.write()
             return request
         raise NotFound(
-            f"no events of {name!r} are kept: an answer can be taken up for {self.window_s:g} s after a break"
+            f"no events of {name!r} are kept: an answer can be resumed for {self.window_s:g} s after a break"
         )
 
     async def forget(self, tenant: str, name: str) -> None:
         """Let a journal expire within DELETED_LIFE_S. Raises RegistryUnavailable.
 
-        Until then this router owns it, so that another one that writes it finds out and stops."""
+        Until then this router owns it, so that another router that writes it notices and stops."""
         for store in dict.fromkeys((self._local, self._shared)):
             store.writer.shorten(tenant, name, DELETED_LIFE_S)
             await store.journals.claim(tenant, name, self._owner, ttl_s=DELETED_LIFE_S, by_force=True)
@@ -129,11 +129,11 @@ class RequestJournals:
         """Return how long a journal lives after its last write; a watched one, longer by its time limit."""
         return self.window_s + (head.timeout_s if head.watched else 0.0)
 
-    async def _opened(
+    async def _open(
         self, call: RequestContext, store: JournalStore, name: str, head: JournalHead
     ) -> JournaledRequest | None:
         packed = head.packed()
-        if len(packed) > self._most:
+        if len(packed) > self._max_bytes:
             self.metrics.failures.labels("too_large").inc()
             return None
         for each in dict.fromkeys((store, self._local)):
@@ -153,19 +153,19 @@ class RequestJournals:
             if known == "!":
                 self.metrics.failures.labels("evicted").inc()
                 return None
-            found = await self.found(call, known, "")
-            if not found.head.is_of(head.path, head.body):
+            request = await self.find(call, known, "")
+            if not request.head.is_of(head.path, head.body):
                 raise KeyReused(f"{KEY}: another request was sent with this key", param=KEY)
-            return found
+            return request
         return None
 
     def _new(
         self, call: RequestContext, store: JournalStore, name: str, head: JournalHead, *, opened: int = 0
     ) -> JournaledRequest | None:
-        """Return a new request; opened: bytes of its head if the store already has it."""
+        """Return a new request; None if it is too large. opened: bytes of its head if the store already has it."""
         ttl_s = self._life_s(head)
-        told = replace(head, body=b"")  # the body would take memory for as long as the request runs
-        request = JournaledRequest(call, told, name, store.writer, self.metrics, None, ttl_s)
+        without_body = replace(head, body=b"")  # the body would take memory for as long as the request runs
+        request = JournaledRequest(call, without_body, name, store.writer, self.metrics, None, ttl_s)
         packed = b"" if opened else head.packed()
         written = OpenJournal(call.tenant, name, ttl_s, head=packed, size=opened, watched=head.watched)
         return request if request.write(written) else None

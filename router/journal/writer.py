@@ -1,4 +1,4 @@
-"""JournalWriter: every 250 ms, writes what all recorded streams have delivered to the store in one call."""
+"""JournalWriter: writes the delivered outputs of all recorded streams to the store, every 250 ms in one call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
 
-from kvferry.cluster_state.journals import HEAD, Append, Journals, Kept
+from kvferry.cluster_state.journals import HEAD, Append, AppendOutcome, Journals
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.journal_metrics import JournalMetrics
-from kvferry.router.journal.recording import Tape
+from kvferry.router.journal.recording import PendingEntry
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.journal")
@@ -21,13 +21,14 @@ WRITE_S = 0.25
 """Seconds between writes of delivered outputs."""
 BEGIN_S = 0.02
 """Seconds within which a new journal is written, together with all others that begin in that time."""
-LOOK_S = 0.5
-"""Seconds after which a watched journal without new tokens is written nevertheless, to find out whether it has another
-owner, since its work may have been cancelled through another router."""
+OWNER_CHECK_S = 0.5
+"""Seconds without new tokens after which a watched journal is written nevertheless, to detect another owner.
+
+A client may have cancelled its work through another router."""
 
 
-class Leave(Enum):
-    """How a router leaves a journal: complete, released so that another router may continue it, or deleted."""
+class CloseMode(Enum):
+    """Last action of a router on a journal: mark it complete, release it to other routers, or delete it."""
 
     END = "end"
     RELEASE = "release"
@@ -39,7 +40,7 @@ def nothing() -> None:
 
 
 class OpenJournal:
-    """A journal that this router writes. `tape` takes the outputs.
+    """Journal that this router writes. `pending` collects the outputs.
 
     head     its head if it is not written yet
     number   number of the next entry
@@ -52,21 +53,21 @@ class OpenJournal:
         watched: bool = False, on_lost: Callable[[], None] = nothing,
     ) -> None:  # fmt: skip
         self.tenant, self.name, self.ttl_s, self.on_lost = tenant, name, ttl_s, on_lost
-        self.tape = Tape()
-        self.left: Leave | None = None
+        self.pending = PendingEntry()
+        self.close_mode: CloseMode | None = None
         self.size, self.written_at = size + len(head), time.monotonic()
         self._number, self._unsent = HEAD if head else number, head
-        self._quiet_s = min(LOOK_S, ttl_s / 3) if watched else ttl_s / 3
+        self._idle_s = min(OWNER_CHECK_S, ttl_s / 3) if watched else ttl_s / 3
         self.is_open = False
-        self.over = asyncio.Event()
+        self.closed = asyncio.Event()
         """Set once nothing more will be written."""
 
     def due(self, now: float) -> Append | None:
         """Return the entry to write now; None if there is none."""
-        if not self._unsent and self.tape:
-            self._unsent = self.tape.take()
+        if not self._unsent and self.pending:
+            self._unsent = self.pending.take()
             self.size += len(self._unsent)
-        if self._unsent or now - self.written_at >= self._quiet_s:
+        if self._unsent or now - self.written_at >= self._idle_s:
             return Append(self.tenant, self.name, self._number, self._unsent, self.ttl_s)
         return None
 
@@ -77,43 +78,43 @@ class OpenJournal:
         return size
 
     @property
-    def is_left(self) -> bool:
-        """Return whether the router leaves the journal and everything is written."""
-        return self.left is not None and not self._unsent and not self.tape
+    def is_flushed(self) -> bool:
+        """Return whether the router closes the journal and everything is written."""
+        return self.close_mode is not None and not self._unsent and not self.pending
 
 
 class JournalWriter:
     """Writer of all journals of one router in one store.
 
-    A journal whose store does not answer waits until it is too large or has expired. most_bytes: largest size of one
+    A journal whose store does not answer waits until it is too large or has expired. max_bytes: largest size of one
     journal."""
 
-    def __init__(self, journals: Journals, owner: str, metrics: JournalMetrics, *, most_bytes: int) -> None:
-        self._journals, self._owner, self._metrics, self._most = journals, owner, metrics, most_bytes
+    def __init__(self, journals: Journals, owner: str, metrics: JournalMetrics, *, max_bytes: int) -> None:
+        self._journals, self._owner, self._metrics, self._max_bytes = journals, owner, metrics, max_bytes
         self._open: dict[OpenJournal, None] = {}
         self._urgent: dict[OpenJournal, None] = {}
         self._soon = asyncio.Event()
-        self._trouble = RateLimitedLog(log)
+        self._warnings = RateLimitedLog(log)
 
     def begin(self, journal: OpenJournal) -> bool:
         """Write this journal from now on; return False if it is too large already."""
-        if journal.size > self._most:
+        if journal.size > self._max_bytes:
             self._metrics.failures.labels("too_large").inc()
-            journal.over.set()
+            journal.closed.set()
             return False
         journal.is_open = True
         self._open[journal] = None
         self._metrics.open.inc()
-        self._hurry(journal)
+        self._prioritise(journal)
         return True
 
-    def leave(self, journal: OpenJournal, how: Leave) -> None:
-        """Write the rest of a journal soon and then leave it."""
-        journal.left = how
-        if how is Leave.END:
-            journal.tape.end()
-        if how is not Leave.END:
-            self._hurry(journal)
+    def close(self, journal: OpenJournal, how: CloseMode) -> None:
+        """Write the rest of a journal soon and then close it."""
+        journal.close_mode = how
+        if how is CloseMode.END:
+            journal.pending.end()
+        else:
+            self._prioritise(journal)
 
     def shorten(self, tenant: str, name: str, ttl_s: float) -> None:
         """Let an open journal of that name expire `ttl_s` seconds after its next writes."""
@@ -121,13 +122,13 @@ class JournalWriter:
             if (journal.tenant, journal.name) == (tenant, name):
                 journal.ttl_s = ttl_s
 
-    def _hurry(self, journal: OpenJournal) -> None:
-        """Write a journal before all others."""
+    def _prioritise(self, journal: OpenJournal) -> None:
+        """Write a journal before all other journals."""
         self._urgent[journal] = None
         self._soon.set()
 
     @contextlib.asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Write until the end of the block, and then once more."""
         writing = asyncio.create_task(self._write(), name="journals")
         try:
@@ -152,7 +153,7 @@ class JournalWriter:
                 await self.flush(list(self._urgent))
 
     async def flush(self, only: Sequence[OpenJournal] | None = None) -> None:
-        """Write what is due, of these journals or of all. Never raises."""
+        """Write the due entries of these journals, or of all journals. Never raises."""
         only = list(self._open) if only is None else only
         self._urgent.clear()
         self._soon.clear()
@@ -164,52 +165,52 @@ class JournalWriter:
             self._failed(error, now)
             return
         for (journal, append), outcome in zip(pairs, outcomes, strict=True):
-            if outcome is Kept.YES:
+            if outcome is AppendOutcome.STORED:
                 self._metrics.bytes.inc(journal.written(now))
             else:
                 self._lost(journal, append, outcome)
-        await asyncio.gather(*(self._leave(each) for each in only if each in self._open and each.is_left))
+        await asyncio.gather(*(self._finish(each) for each in only if each in self._open and each.is_flushed))
 
     def _due(self, journal: OpenJournal, now: float) -> Append | None:
         append = journal.due(now)
-        if journal.size > self._most:
+        if journal.size > self._max_bytes:
             self._metrics.failures.labels("too_large").inc()
-            journal.left = Leave.DROP
+            journal.close_mode = CloseMode.DROP
             journal.written(now)
-            journal.tape.take()
+            journal.pending.take()
             return None
         return append
 
     def _failed(self, error: RegistryUnavailable, now: float) -> None:
         self._metrics.failures.labels("store").inc()
-        self._trouble.warning("streams cannot be resumed elsewhere: %s", error)
-        for journal in [each for each in self._open if each.left and now - each.written_at > each.ttl_s]:
-            self._close(journal)
+        self._warnings.warning("journals cannot be written, so streams cannot be resumed elsewhere: %s", error)
+        for journal in [each for each in self._open if each.close_mode and now - each.written_at > each.ttl_s]:
+            self._remove(journal)
 
-    def _lost(self, journal: OpenJournal, append: Append, outcome: Kept) -> None:
+    def _lost(self, journal: OpenJournal, append: Append, outcome: AppendOutcome) -> None:
         """Stop recording: another router owns the journal, or the store no longer has it."""
         in_use = append.number == HEAD
-        if outcome is Kept.LOST and not in_use:
+        if outcome is AppendOutcome.LOST and not in_use:
             log.info("%s continues at another router", journal.name)
             journal.on_lost()
         else:
-            reason = "name_in_use" if outcome is Kept.LOST else "evicted"
+            reason = "name_in_use" if outcome is AppendOutcome.LOST else "evicted"
             self._metrics.failures.labels(reason).inc()
-        self._close(journal)
+        self._remove(journal)
 
-    async def _leave(self, journal: OpenJournal) -> None:
+    async def _finish(self, journal: OpenJournal) -> None:
         try:
-            if journal.left is Leave.RELEASE:
+            if journal.close_mode is CloseMode.RELEASE:
                 await self._journals.release(journal.tenant, journal.name, self._owner, ttl_s=journal.ttl_s)
-            elif journal.left is Leave.DROP:
+            elif journal.close_mode is CloseMode.DROP:
                 await self._journals.drop(journal.tenant, journal.name, self._owner)
         except RegistryUnavailable as error:
-            self._trouble.warning("%s is not given up yet: %s", journal.name, error)
+            self._warnings.warning("%s is not released yet: %s", journal.name, error)
         else:
-            self._close(journal)
+            self._remove(journal)
 
-    def _close(self, journal: OpenJournal) -> None:
+    def _remove(self, journal: OpenJournal) -> None:
         if self._open.pop(journal, journal) is None:
             self._metrics.open.dec()
         journal.is_open = False
-        journal.over.set()
+        journal.closed.set()

@@ -29,35 +29,34 @@ class ModelAdapters:
     def __init__(self, model: ModelNodes, nodes: NodeTable, client: NodeClient) -> None:
         self.ids: Mapping[str, str] = {}
         self._model, self._nodes, self._client = model, nodes, client
-        nodes.listen(self._follow)
+        nodes.listen(self._update)
 
     async def change(self, change: ChangeAdapter) -> None:
         """Load or unload an adapter on every node; on return requests can, or no longer can, use it.
 
-        Other engines load their own adapters; they are asked only if the model has no other nodes. Raises the error of
-        a node that refused; nodes that had newly loaded the adapter have then unloaded it. Raises NoNodes without
-        nodes.
-        """
+        Nodes of other engines load their own adapters; they are used only if the model has no other nodes. If a node
+        refuses, the nodes that had newly loaded the adapter unload it, and the node's error is raised. Raises NoNodes
+        without nodes."""
         ready = [entry.lease for entry in self._model.members if entry.lease.state == "ready"]
         nodes = [lease for lease in ready if not lease.engine] or ready
         if not nodes:
             raise no_nodes(self._model.name.first)
         held = {node.node_id for node in nodes if any(each.name == change.name for each in node.adapters)}
-        answers = await asyncio.gather(*(self._tell(node, change) for node in nodes), return_exceptions=True)
+        answers = await asyncio.gather(*(self._send(node, change) for node in nodes), return_exceptions=True)
         refusals = {node.node_id: error for node, error in zip(nodes, answers, strict=True) if error is not None}
         if refusals and change.path:
             fresh = [node for node in nodes if node.node_id not in refusals.keys() | held]
             undo = ChangeAdapter(change.name)
-            await asyncio.gather(*(self._tell(node, undo) for node in fresh), return_exceptions=True)
+            await asyncio.gather(*(self._send(node, undo) for node in fresh), return_exceptions=True)
         await self._nodes.refresh()
         for node_id, error in refusals.items():
             log.warning("%s did not change the adapter %s: %s", node_id, change.name, error)
             raise error
 
-    async def _tell(self, node: NodeLease, change: ChangeAdapter) -> None:
+    async def _send(self, node: NodeLease, change: ChangeAdapter) -> None:
         await self._client.call(node, "POST /adapters", pack(change), READING_S, None, None)
 
-    def _follow(self) -> None:
+    def _update(self) -> None:
         if leases := [entry.lease for entry in self._model.members]:
             held = Counter(adapter for lease in leases for adapter in lease.adapters)
             self.ids = {adapter.name: adapter.id for adapter, _ in reversed(held.most_common())}

@@ -1,6 +1,6 @@
-"""CapacitySummary: running total of a model's node capacities, by which requests are rejected when nodes are full.
+"""CapacitySummary: running total of a model's node capacities, which rejects requests when all nodes are full.
 
-A request changes its nodes' reservations six times and reads the summary once."""
+A request changes its nodes' reservations six times and reads the summary once, so updates wait for the next read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.placement.types import NodeKey, NodeView
 from kvferry.protocol.errors import KvferryError
 
 
-class Part(NamedTuple):
+class NodeCapacity(NamedTuple):
     """Contribution of one node to the CapacitySummary.
 
     prefills       1 for a ready prefill node
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 class CapacitySummary:
     """Sum of the nodes' capacities, with which a request can be rejected without a scan of the nodes.
 
-    total   sum of the nodes' parts
+    total   sum of the nodes' capacities
     views   reachable nodes as placement sees them
     placed  number of reservations ever made
     """
@@ -40,41 +40,41 @@ class CapacitySummary:
     def __init__(self, model: str) -> None:
         self.model = model
         self.placed = 0
-        self._total = Part()
+        self._total = NodeCapacity()
         self._views: dict[NodeKey, NodeView] = {}
-        self._changed: dict[Callable[[], None], None] = {}
+        self._pending: dict[Callable[[], None], None] = {}
 
     @property
-    def total(self) -> Part:
-        """Return the sum of all parts, after pending updates."""
-        self.figure()
+    def total(self) -> NodeCapacity:
+        """Return the sum of the nodes' capacities, after pending updates."""
+        self.update()
         return self._total
 
     @property
     def views(self) -> dict[NodeKey, NodeView]:
         """Return the reachable nodes, after pending updates."""
-        self.figure()
+        self.update()
         return self._views
 
-    def changed(self, figure: Callable[[], None]) -> None:
-        """Schedule `figure` of a changed node; it runs before the next read and reports through `change`."""
-        self._changed[figure] = None
+    def schedule(self, update: Callable[[], None]) -> None:
+        """Schedule `update` of a changed node; it runs before the next read and reports through `change`."""
+        self._pending[update] = None
 
-    def figure(self) -> None:
+    def update(self) -> None:
         """Apply the pending updates."""
-        changed, self._changed = self._changed, {}
-        for figure in changed:
-            figure()
+        schedule, self._pending = self._pending, {}
+        for update in schedule:
+            update()
 
-    def change(self, key: NodeKey, view: NodeView | None, before: Part, after: Part) -> None:
-        """Update one node: its view, or None to remove it, and its part."""
+    def change(self, key: NodeKey, view: NodeView | None, before: NodeCapacity, after: NodeCapacity) -> None:
+        """Change one node: its view, or None to remove it, and its capacity."""
         if view is not None:
             self._views[key] = view
         else:
             self._views.pop(key, None)
         if before != after:
             own = self._total
-            self._total = Part(
+            self._total = NodeCapacity(
                 own.prefills + after.prefills - before.prefills,
                 own.decodes + after.decodes - before.decodes,
                 own.spare_blocks + after.spare_blocks - before.spare_blocks,

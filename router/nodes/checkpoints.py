@@ -10,7 +10,7 @@ from kvferry.protocol.index_rows import row_at
 
 NEAR = 8
 """Number of last blocks of a held prefix at each of which a checkpoint is looked up."""
-MOST_STRIDES = 64
+MAX_STRIDES = 64
 """Maximum number of regular checkpoints that are looked up, the last ones of a prompt."""
 
 
@@ -28,7 +28,7 @@ class Checkpoints:
         longest = max(lengths, default=0)
         places = {place for length in lengths for place in range(max(1, length - NEAR + 1), length + 1)}
         last = longest // self.stride
-        places.update(self.stride * turn for turn in range(max(1, last - MOST_STRIDES + 1), last + 1))
+        places.update(self.stride * multiple for multiple in range(max(1, last - MAX_STRIDES + 1), last + 1))
         return sorted(places)
 
     def row(self, hashes: Sequence[bytes], count: int) -> bytes:

@@ -46,15 +46,15 @@ class Breaker:
 
     until    time until which it is open; 0 if it never opened
     pause_s  pause that the next failure causes, in seconds
-    doubted  true after one failure that may have been chance
-    tried    true while an attempt probes the subject
+    suspected  true after one failure that may have been chance
+    probed   true while an attempt probes the subject
     """
 
     failed_at: float
     until: float = 0.0
     pause_s: float = PAUSE_S[0]
-    doubted: bool = False
-    tried: bool = False
+    suspected: bool = False
+    probed: bool = False
 
 
 class BreakerTable(Generic[S]):
@@ -66,41 +66,47 @@ class BreakerTable(Generic[S]):
     def __len__(self) -> int:
         return len(self._known)
 
-    def fail(self, subject: S, now: float, surely: bool = True) -> None:
-        """Record a failure; a late failure of an attempt sent before the breaker opened does not count."""
-        known = self._known.get(subject)
-        if known is None or now - known.failed_at > MEMORY_S:
-            known = self._known[subject] = Breaker(now)
-        known.failed_at = now
-        if not surely and not known.until and not known.doubted:
-            known.doubted = True
-        elif known.until <= now or known.tried:
-            log.warning("%s failed: no new requests go there for %g s", subject, known.pause_s)
-            known.until, known.pause_s, known.tried = now + known.pause_s, min(2 * known.pause_s, PAUSE_S[1]), False
+    def fail(self, subject: S, now: float, certain: bool = True) -> None:
+        """Record a failure; one of an attempt that was sent before the breaker opened does not count.
+
+        certain: if false, only the second failure opens the breaker."""
+        breaker = self._known.get(subject)
+        if breaker is None or now - breaker.failed_at > MEMORY_S:
+            breaker = self._known[subject] = Breaker(now)
+        breaker.failed_at = now
+        if not certain and not breaker.until and not breaker.suspected:
+            breaker.suspected = True
+        elif breaker.until <= now or breaker.probed:
+            log.warning("%s failed: no new requests go there for %g s", subject, breaker.pause_s)
+            breaker.until, breaker.pause_s, breaker.probed = (
+                now + breaker.pause_s,
+                min(2 * breaker.pause_s, PAUSE_S[1]),
+                False,
+            )
 
     def use(self, subject: S, now: float) -> None:
         """Record that an attempt uses the subject; after the pause this attempt is the probe."""
-        known = self._known.get(subject)
-        if known is not None and 0 < known.until <= now:
-            known.until, known.tried = now + known.pause_s, True
+        breaker = self._known.get(subject)
+        if breaker is not None and 0 < breaker.until <= now:
+            breaker.until, breaker.probed = now + breaker.pause_s, True
 
     def forget(self, subject: S) -> None:
         """Clear the subject's breaker."""
         self._known.pop(subject, None)
 
-    def shut(self, now: float) -> frozenset[S]:
+    def open(self, now: float) -> frozenset[S]:
         """Return the subjects with an open breaker, and drop old breakers."""
-        for subject in [each for each, known in self._known.items() if now - known.failed_at > MEMORY_S]:
+        for subject in [each for each, breaker in self._known.items() if now - breaker.failed_at > MEMORY_S]:
             del self._known[subject]
-        return frozenset(subject for subject, known in self._known.items() if known.until > now)
+        return frozenset(subject for subject, breaker in self._known.items() if breaker.until > now)
 
-    def left(self, now: float) -> dict[S, float]:
+    def remaining(self, now: float) -> dict[S, float]:
         """Return the open breakers, with the seconds until each closes."""
-        return {subject: known.until - now for subject, known in self._known.items() if known.until > now}
+        return {subject: breaker.until - now for subject, breaker in self._known.items() if breaker.until > now}
 
     def failing(self) -> list[S]:
         """Return subjects whose breaker opened and that have not worked since."""
-        return [subject for subject, known in self._known.items() if known.until]
+        return [subject for subject, breaker in self._known.items() if breaker.until]
 
 
 class CircuitBreakers:
@@ -120,17 +126,17 @@ class CircuitBreakers:
         self._nodes: BreakerTable[NodeKey] = BreakerTable()
         self._pairs: BreakerTable[Pair] = BreakerTable()
 
-    def node_failed(self, node: NodeKey, *, surely: bool = True) -> None:
-        """Record that the node is unreachable or silent; unless `surely`, the breaker opens only at a repetition."""
+    def node_failed(self, node: NodeKey, *, certain: bool = True) -> None:
+        """Record that the node is unreachable or silent; unless `certain`, only a second failure opens the breaker."""
         self.any = True
-        self._nodes.fail(node, self._clock(), surely)
+        self._nodes.fail(node, self._clock(), certain)
 
-    def pair_failed(self, prefill: NodeKey, decode: NodeKey, *, surely: bool = True) -> None:
-        """Record that blocks do not get from one node to the other.
+    def pair_failed(self, prefill: NodeKey, decode: NodeKey, *, certain: bool = True) -> None:
+        """Record that transfers from one node to the other fail.
 
         A node that fails with two peers is considered at fault for all its pairs."""
         self.any, now = True, self._clock()
-        self._pairs.fail((prefill, decode), now, surely)
+        self._pairs.fail((prefill, decode), now, certain)
         failing = [pair for pair in self._pairs.failing() if None not in pair]
         if sum(pair[1] == decode for pair in failing) > 1:
             self._pairs.fail((None, decode), now)
@@ -138,28 +144,28 @@ class CircuitBreakers:
             self._pairs.fail((prefill, None), now)
 
     def late(self, place: Placement, *, ships: bool) -> None:
-        """Doubt the node that computes a late prompt or, if its first token came but its blocks did not, the pair."""
+        """Suspect the node that computes a late prompt or, if its first token came but its blocks did not, the pair."""
         nodes = [(node.node_id, node.epoch) for node in (place.prefill, place.decode) if node]
         if ships and len(nodes) > 1:
-            self.pair_failed(*nodes, surely=False)
+            self.pair_failed(*nodes, certain=False)
         else:
-            self.node_failed(nodes[0], surely=False)
+            self.node_failed(nodes[0], certain=False)
 
     def corrupt(self, sender: NodeKey, receiver: NodeKey) -> None:
-        """Record that blocks arrived with other bytes than were sent."""
+        """Record that the bytes of received blocks differ from those that were sent."""
         self.any = True
         self.quarantine.corrupt(sender, receiver)
 
     def node_works(self, node: NodeKey) -> None:
         """Clear the node's breaker after a success."""
         self._nodes.forget(node)
-        self._note()
+        self._update()
 
     def pair_works(self, prefill: NodeKey, decode: NodeKey) -> None:
         """Clear the breakers of the pair after a success."""
         for pair in _pairs(prefill, decode):
             self._pairs.forget(pair)
-        self._note()
+        self._update()
 
     def decodes(self, place: Placement) -> None:
         """Record that the decode node of this placement delivers tokens, so it has received all blocks."""
@@ -179,19 +185,19 @@ class CircuitBreakers:
             for pair in _pairs(prefill, decode):
                 self._pairs.use(pair, now)
 
-    def shut(self) -> OpenBreakers:
-        """Return the nodes and pairs that placement should avoid."""
+    def open(self) -> OpenBreakers:
+        """Return the nodes and pairs with an open breaker or in quarantine, which placement avoids."""
         now = self._clock()
-        shut = OpenBreakers(self._nodes.shut(now), self._pairs.shut(now) | self.quarantine.shut())
-        self._note()
-        return shut
+        breakers = OpenBreakers(self._nodes.open(now), self._pairs.open(now) | self.quarantine.open())
+        self._update()
+        return breakers
 
-    def left(self) -> RemainingPauses:
+    def remaining(self) -> RemainingPauses:
         """Return the seconds for which nodes and pairs remain excluded."""
         now = self._clock()
-        return RemainingPauses(self._nodes.left(now), self._pairs.left(now), self.quarantine.left())
+        return RemainingPauses(self._nodes.remaining(now), self._pairs.remaining(now), self.quarantine.remaining())
 
-    def _note(self) -> None:
+    def _update(self) -> None:
         self.any = bool(len(self._nodes) or len(self._pairs) or self.quarantine)
 
 

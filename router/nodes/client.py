@@ -1,7 +1,7 @@
 """NodeClient: HTTP client for all calls from the router to nodes, with pooled connections and translated errors.
 
-Every token of every request passes through it, so no task, queue or timeout per chunk stands between the socket and the
-callback. A cancelled call closes its connection at any point of the exchange."""
+Every token of every request passes through it, so it has no task, queue or timeout per chunk between the socket and
+the callback. A cancelled call closes its connection at any point of the exchange."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvferry.runtime.http_connection import Connection, Told
 from kvferry.runtime.tls import PLAIN, WorkerTls
 
 MAX_IDLE = 64
-"""Largest number of idle connections kept per node."""
+"""Maximum number of idle connections kept per node."""
 
 Address = tuple[str, int]
 """Host and port of a node."""
@@ -99,10 +99,9 @@ class NodeClient:
             await self.call(node, "POST /sessions", pack(notes), self._answer_s, None, None)
 
     async def move(self, node: NodeLease, request: MoveRequest) -> None:
-        """Ask a node to move a stream; return once the new node has it, which takes as long as its blocks do.
+        """Ask a node to move a stream; return once the new node has received its blocks and continues it.
 
-        NodeLost means that the call broke and the outcome is unknown. Any other error means that the stream does not
-        move."""
+        Raises NodeLost if the connection broke and the outcome is unknown. After any other error the stream stays."""
         await self.call(node, "POST /attempts/move", pack(request), None, None, None)
 
     async def stream(
@@ -132,29 +131,29 @@ class NodeClient:
         """Call a node; `what` is the method and path."""
         method, _, path = what.partition(" ")
         try:
-            address, prefix, host = _parts(node.http_url)
+            address, prefix, host = _address(node.http_url)
             head = f"{method} {prefix}{path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
-            connection = self._rested(address)
+            connection = self._idle_connection(address)
             if connection is None:
                 loop, encrypted = asyncio.get_running_loop(), self._tls.options(urlsplit(node.http_url))
                 await asyncio.sleep(0)  # the first step may run without a task
                 async with asyncio.timeout(self._connect_s):
                     _, connection = await loop.create_connection(self._connection, *address, **encrypted)
         except (OSError, ValueError) as error:
-            raise _lost(node, error) from error
+            raise _node_lost(node, error) from error
         member = f"{HEADER}: {token}\r\n" if (token := self._token()) else ""
         request = f"{head}{member}content-type: application/msgpack\r\n\r\n".encode() + body
         try:
             await connection.exchange(request, silence_s, opened, deliver)
         except (OSError, httptools.HttpParserError, WireError) as error:
             self._forget(address)
-            raise _lost(node, error, NodeDied if isinstance(error, ConnectionError) else NodeLost) from error
-        self._rest(address, connection)
+            raise _node_lost(node, error, NodeDied if isinstance(error, ConnectionError) else NodeLost) from error
+        self._keep_idle(address, connection)
 
     def _connection(self) -> Connection:
         return Connection(FrameReader, refusal_of, self.clock)
 
-    def _rested(self, address: Address) -> Connection | None:
+    def _idle_connection(self, address: Address) -> Connection | None:
         while idle := self._idle.get(address):
             if (connection := idle[-1]).wake():
                 return connection
@@ -165,22 +164,22 @@ class NodeClient:
         for connection in list(self._idle.get(address, ())):
             connection.close()
 
-    def _rest(self, address: Address, connection: Connection) -> None:
+    def _keep_idle(self, address: Address, connection: Connection) -> None:
         idle = self._idle.setdefault(address, [])
 
-        def left() -> None:
+        def closed() -> None:
             idle.remove(connection)
             if not idle:
                 self._idle.pop(address, None)
 
         idle.append(connection)
-        connection.rest(left)
+        connection.rest(closed)
         if len(idle) > MAX_IDLE:
             idle[0].close()
 
 
 @lru_cache(maxsize=4096)
-def _parts(http_url: str) -> tuple[Address, str, str]:
+def _address(http_url: str) -> tuple[Address, str, str]:
     """Return a node's address, and the path and the host of its URL. Raises ValueError."""
     url = urlsplit(http_url)
     return (url.hostname or "", url.port or 80), url.path, url.netloc
@@ -193,5 +192,5 @@ def _with_media(request: GenerateRequest | PrefillRequest) -> bytes:
     return with_data(pack(replace(request, job=replace(request.job, media=without_data(media)))), media)
 
 
-def _lost(node: NodeLease, error: Exception, kind: type[NodeLost] = NodeLost) -> NodeLost:
+def _node_lost(node: NodeLease, error: Exception, kind: type[NodeLost] = NodeLost) -> NodeLost:
     return kind(f"{node.node_id}: {type(error).__name__} {error}".strip())

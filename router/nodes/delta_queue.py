@@ -1,6 +1,6 @@
-"""DeltaQueue: passes tokens from nodes' streams to requests, first tokens at once and others in short slices.
+"""DeltaQueue: passes tokens from nodes' streams to requests, first tokens at once and later ones in short slices.
 
-A read from a busy node's stream holds thousands of tokens. Handled at once, they would keep the event loop for tens of
+A read from a busy node's stream holds thousands of tokens. Handled at once, they would block the event loop for tens of
 milliseconds, several times between a request and its first token."""
 
 from __future__ import annotations
@@ -14,73 +14,72 @@ from kvferry.protocol.frames import join
 from kvferry.protocol.messages import StepFrame, TokenDelta
 from kvferry.router.nodes.node_entry import NodeEntry
 
-SLICE_S = 0.001
-"""Shortest slice, in seconds."""
+MIN_SLICE_S = 0.001
+"""Shortest slice of work on the event loop, in seconds."""
 SLICE_SHARE = 0.25
-"""Length of a slice as a share of the time since the last one ended, so that a busy loop still streams."""
-MOST_SLICE_S = 0.005
+"""Length of a slice as a share of the time since the previous slice, so that a busy loop still streams."""
+MAX_SLICE_S = 0.005
 """Longest slice, in seconds."""
 
-FEW = 8
-"""Maximum number of deltas of a frame that a router which keeps up passes on at once."""
+SMALL_FRAME = 8
+"""Largest frame that is delivered at once while the router keeps up, in deltas."""
 
 
 class DeltaQueue:
     """Deltas of one router's token streams, from their frames to the listeners, on the event loop.
 
-    A request's first delta, and everything else that its dispatch waits for, is passed on within the call, and so is a
-    small frame while the router keeps up. Other deltas wait for the next slice. Those of one request that wait together
-    become one delta: text and events are made once.
-    The order within a request is kept."""
+    `deal` delivers a request's first delta, and everything else that its dispatch waits for, and also a small frame
+    while the router keeps up. Other deltas wait for the next slice. Waiting deltas of one request become one delta, so
+    that its text and event are made once. The order within a request is kept."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._held: dict[str, tuple[NodeEntry, list[TokenDelta]]] = {}
-        self._turn: asyncio.Handle | None = None
+        self._waiting: dict[str, tuple[NodeEntry, list[TokenDelta]]] = {}
+        self._next_slice: asyncio.Handle | None = None
         self._ended = clock()
 
     def deal(self, entry: NodeEntry, frame: StepFrame) -> None:
         """Take a frame of the node's stream."""
-        held = self._held
-        at_once = not held and len(frame.deltas) <= FEW and self._clock() - self._ended >= SLICE_S
+        queued = self._waiting
+        at_once = not queued and len(frame.deltas) <= SMALL_FRAME and self._clock() - self._ended >= MIN_SLICE_S
         for delta in frame.deltas:
             name = delta.request_id
-            waiting = held.get(name)
+            waiting = queued.get(name)
             if waiting is not None and waiting[0] is entry:
                 waiting[1].append(delta)
                 continue
-            if waiting is not None:  # another node's
-                self._pass(name)
+            if waiting is not None:  # it is from another node
+                self._deliver_request(name)
             if at_once or delta.index == 0 or delta.reuse is not None:
                 _deliver(entry, delta)
             else:
-                held[name] = (entry, [delta])
+                queued[name] = (entry, [delta])
         for failure in frame.failed:
-            self._pass(failure.request_id)
+            self._deliver_request(failure.request_id)
         if at_once and frame.deltas:
             self._ended = self._clock()
-        if held and self._turn is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._slice)
+        if queued and self._next_slice is None:
+            self._next_slice = asyncio.get_running_loop().call_soon(self._slice)
         entry.deal(frame)
 
     def flush(self) -> None:
-        """Pass everything on, since a node's stream ends and its listeners must get all that arrived."""
-        for name in list(self._held):
-            self._pass(name)
+        """Deliver all waiting deltas, before a node's stream ends."""
+        for name in list(self._waiting):
+            self._deliver_request(name)
 
     def _slice(self) -> None:
-        self._turn = None
+        self._next_slice = None
         now = self._clock()
-        ends = now + min(MOST_SLICE_S, max(SLICE_S, SLICE_SHARE * (now - self._ended)))
-        while self._held and now < ends:
-            self._pass(next(iter(self._held)))
+        ends = now + min(MAX_SLICE_S, max(MIN_SLICE_S, SLICE_SHARE * (now - self._ended)))
+        while self._waiting and now < ends:
+            self._deliver_request(next(iter(self._waiting)))
             now = self._clock()
         self._ended = now
-        if self._held:
-            self._turn = asyncio.get_running_loop().call_soon(self._slice)
+        if self._waiting:
+            self._next_slice = asyncio.get_running_loop().call_soon(self._slice)
 
-    def _pass(self, name: str) -> None:
-        waiting = self._held.pop(name, None)
+    def _deliver_request(self, name: str) -> None:
+        waiting = self._waiting.pop(name, None)
         if waiting is not None:
             entry, deltas = waiting
             for delta in deltas if len(deltas) == 1 else joined(deltas):
@@ -93,13 +92,13 @@ def _deliver(entry: NodeEntry, delta: TokenDelta) -> None:
 
 
 def joined(deltas: list[TokenDelta]) -> Sequence[TokenDelta]:
-    """Join consecutive deltas of an attempt into one; return them unchanged if that would lose anything."""
+    """Join consecutive deltas of an attempt into one; return them unchanged if information would be lost."""
     one = join(deltas)
     return joined_by_python(deltas) if one is None else (one,)
 
 
 def joined_by_python(deltas: Sequence[TokenDelta]) -> Sequence[TokenDelta]:
-    """Return what `joined` does."""
+    """Return the result of `joined`, without the compiled function."""
     for before, after in pairwise(deltas):
         if (
             after.index != before.index + len(before.token_ids)

@@ -21,7 +21,7 @@ _RATES = attrgetter(*(field.name for field in fields(Rates)))
 _PULSE = attrgetter(*(field.name for field in fields(Pulse)))
 
 
-def is_sound(lease: NodeLease) -> bool:
+def is_valid(lease: NodeLease) -> bool:
     """Return whether all fields have their types, numbers are finite and at least 0, and block_size is positive."""
     return (
         all(type(text) is str for text in _TEXTS(lease))

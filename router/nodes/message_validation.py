@@ -39,11 +39,11 @@ def check_frame(frame: Any) -> StepFrame:
     if not plain(frame.deltas):
         for delta in frame.deltas:
             _check_delta(delta)
-    told = frame.deviations
-    if type(told) is not tuple or (told and not all(isinstance(each, Deviation) and _sound(each) for each in told)):
+    text = frame.deviations
+    if type(text) is not tuple or (text and not all(isinstance(each, Deviation) and _valid(each) for each in text)):
         raise WireError("an invalid Deviation")
     for failure in frame.failed:
-        if not isinstance(failure, AttemptFailed) or not _sound(failure):
+        if not isinstance(failure, AttemptFailed) or not _valid(failure):
             raise WireError("an invalid AttemptFailed")
     return frame
 
@@ -54,20 +54,20 @@ def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
         _check_delta(message.delta)
         queue_s, compute_s = message.queue_s, message.compute_s
         are_plain = type(queue_s) is float and type(compute_s) is float and isfinite(queue_s) and isfinite(compute_s)
-        if are_plain or (well_typed(message) and _sound((queue_s, compute_s))):
+        if are_plain or (well_typed(message) and _valid((queue_s, compute_s))):
             return message
-    elif isinstance(message, ShipDone | AttemptFailed) and _sound(message):
+    elif isinstance(message, ShipDone | AttemptFailed) and _valid(message):
         return message
     raise WireError(f"a {type(message).__name__} that is invalid in a prefill's answer")
 
 
 def refusal_of(status: int, body: bytes, retry_after: str | None) -> KvferryError:
-    """Return the error of a node's HTTP refusal; accepts any bytes."""
-    told = f"HTTP status {status}"
+    """Return the error of a node's HTTP answer with an error status; accepts any bytes."""
+    text = f"HTTP status {status}"
     try:
-        error = from_body(json.loads(body), told)
+        error = from_body(json.loads(body), text)
     except (ValueError, RecursionError):
-        error = KvferryError(told)
+        error = KvferryError(text)
     with contextlib.suppress(TypeError, ValueError):
         seconds = float(retry_after)  # type: ignore[arg-type]
         error.retry_after = seconds if 0 <= seconds <= MAX_RETRY_S else None
@@ -80,11 +80,11 @@ def suits(delta: TokenDelta, job: Job) -> bool:
     if not isinstance(work, Generate):
         return not delta.token_ids and (delta.vector is not None or not ends) and len(delta.vector or b"") % 4 == 0
     params = work.params
-    told = delta.logprobs
+    text = delta.logprobs
     return (
         (bool(delta.token_ids) or ends)
         and delta.index + len(delta.token_ids) <= max(1, params.max_tokens)
-        and (told is None or len(told) == len(delta.token_ids))
+        and (text is None or len(text) == len(delta.token_ids))
         and (delta.prompt_logprobs is None or len(delta.prompt_logprobs) == job.prompt_len)
     )
 
@@ -100,7 +100,7 @@ def _check_delta(delta: Any) -> None:
             and _are_ids(delta.token_ids)
             and delta.finish_reason in REASONS
             and (delta.stop_token is None or type(delta.stop_token) is int)
-            and (plain or _sound(delta))
+            and (plain or _valid(delta))
             and (delta.reuse is None or _is_reuse(delta.reuse))
             and (delta.vector is None or type(delta.vector) is bytes)
         ):
@@ -122,14 +122,14 @@ def _is_reuse(value: Any) -> bool:
         return False
     counts = _COUNTS(value)
     is_plain = value.missed == () and _INT.issuperset(map(type, counts)) and min(counts) >= 0 and max(counts) <= MAX_ID
-    return is_plain or _sound(value)
+    return is_plain or _valid(value)
 
 
 def _is_pulse(value: Any) -> bool:
-    return isinstance(value, Pulse) and _sound(value)
+    return isinstance(value, Pulse) and _valid(value)
 
 
-def _sound(value: Any) -> bool:
+def _valid(value: Any) -> bool:
     """Return whether all nested fields have their types, and numbers are finite and within bounds."""
     kind = type(value)
     if kind is int:
@@ -139,8 +139,8 @@ def _sound(value: Any) -> bool:
     if kind is float:
         return isfinite(value)
     if kind is tuple:
-        return all(map(_sound, value))
-    return not is_dataclass(kind) or (well_typed(value) and all(map(_sound, _parts(kind)(value))))
+        return all(map(_valid, value))
+    return not is_dataclass(kind) or (well_typed(value) and all(map(_valid, _parts(kind)(value))))
 
 
 @cache

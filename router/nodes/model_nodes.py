@@ -1,4 +1,4 @@
-"""ModelNodes: the live nodes of one model in groups by fingerprint, as placement sees them."""
+"""ModelNodes: live nodes of one model, grouped by fingerprint, as placement sees them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FingerprintGroup:
 
     members        its nodes, draining ones included
     epochs         epochs of the members, by node id and by `index.on_tier` of it
-    first_epoch    epoch of the member that started first; `known`: as it was before the last change
+    first_epoch    epoch of the member that started first, or `known`, the value before the last change
     states         how the members keep recurrent states; None for a model without recurrent layers
     decodes        true with a ready decode node
     max_model_len  smallest limit of all members
@@ -64,12 +64,12 @@ class FingerprintGroup:
 class ModelNodes:
     """Nodes of one model, in groups by fingerprint. Placement chooses over all groups; one request's nodes share one.
 
-    name     of the model
-    members  all live nodes that take attempts, of any fingerprint and state
-    encoders  its live encode nodes
-    live     members and encoders
-    groups   by fingerprint
-    room     capacity that the members have left
+    name      name of the model
+    members   all live nodes that take attempts, of any fingerprint and state
+    encoders  live encode nodes
+    live      members and encoders
+    groups    groups of members by fingerprint
+    capacity  free capacity of the members
     """
 
     def __init__(self, name: ModelName) -> None:
@@ -78,26 +78,26 @@ class ModelNodes:
         self.encoders: list[NodeEntry] = []
         self.live: list[NodeEntry] = []
         self.groups: list[FingerprintGroup] = []
-        self.room = CapacitySummary(name.first)
+        self.capacity = CapacitySummary(name.first)
 
     def keep(self, entries: Iterable[NodeEntry]) -> None:
         """Update the model's live nodes, of any fingerprint and state."""
         self.live = list(entries)
         self.members = [entry for entry in self.live if entry.lease.role in ROLES]
         self.encoders = [entry for entry in self.live if entry.lease.role not in ROLES]
-        alike: dict[str, list[NodeEntry]] = {}
+        by_fingerprint: dict[str, list[NodeEntry]] = {}
         for entry in self.members:
-            alike.setdefault(entry.lease.fingerprint, []).append(entry)
+            by_fingerprint.setdefault(entry.lease.fingerprint, []).append(entry)
             entry.join(True)
         known = {group.fingerprint: group.first_epoch for group in self.groups}
-        self.groups = [FingerprintGroup(nodes, known.get(fingerprint)) for fingerprint, nodes in alike.items()]
+        self.groups = [FingerprintGroup(nodes, known.get(fingerprint)) for fingerprint, nodes in by_fingerprint.items()]
         for group in self.groups:
             if group.fingerprint not in known:
                 log.info("%s has nodes of fingerprint %s (%s)", self.name.first, group.fingerprint, group.engine)
 
     @property
     def suspects(self) -> set[NodeKey]:
-        """Return the nodes that may hang, or whose links may."""
+        """Return the nodes that are suspected of hanging, or whose links are."""
         return {entry.key for entry in self.members if entry.suspected or entry.link_suspected}
 
     @property
@@ -106,7 +106,7 @@ class ModelNodes:
         return [group for group in self.groups if group.decodes] or self.groups
 
     def of(self, fingerprint: str) -> list[FingerprintGroup]:
-        """Return the group of this fingerprint; empty if none of its nodes lives."""
+        """Return the group of this fingerprint; empty if it has no live node."""
         return [group for group in self.groups if group.fingerprint == fingerprint]
 
     def views(
@@ -118,9 +118,9 @@ class ModelNodes:
     ) -> list[NodeView]:
         """Return the reachable nodes of a group, with the adapter if one is given, and the prefix that each holds.
 
-        Those that do not take all of `modalities` are left out. `held` counts leading blocks by node id, and by
+        Nodes that do not take all of `modalities` are excluded. `held` counts leading blocks by node id, and by
         `index.on_tier` of it."""
-        known = self.room.views
+        known = self.capacity.views
         views = known.copy() if len(self.groups) == 1 else {key: known[key] for key in known if key in group}
         for name in held:
             key = (owner(name), group.epochs.get(name, 0))

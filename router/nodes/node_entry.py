@@ -1,4 +1,4 @@
-"""NodeEntry: one live node: its lease, this router's reservations, stream listeners, and whether it may hang."""
+"""NodeEntry: one live node with its lease, this router's reservations, its stream listeners, and its health."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvferry.protocol.errors import KvferryError, NodeLost
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta
-from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
+from kvferry.router.nodes.capacity_summary import CapacitySummary, NodeCapacity
 from kvferry.router.nodes.reservations import Reservations
 
 log = logging.getLogger(__name__)
 
 STALL_S, STALL = 2.0, 10.0
-"""A step hangs if it takes longer than STALL_S seconds and than STALL times the node's usual step."""
+"""Duration of a step, in seconds and in multiples of the node's usual step; beyond both the node is stalled."""
 SUSPECT_S, SUSPECT = 0.8, 5.0
-"""A node is suspected while a step takes longer than SUSPECT_S seconds and than SUSPECT times the node's usual step.
+"""Duration of a step, in seconds and in multiples of the node's usual step; beyond both the node is suspected.
 
-Its link is suspected while one turn of the link's thread takes longer than SUSPECT_S."""
+Its link is suspected while one iteration of the link's thread takes longer than SUSPECT_S."""
 
 
 def node_key(lease: NodeLease) -> NodeKey:
@@ -48,7 +48,7 @@ class Listener(Protocol):
         """Handle a broken stream; the listener is detached."""
 
     def drains(self) -> None:
-        """Handle that the node begins to drain, so that the stream should move."""
+        """Handle the beginning of the node's drain: the stream should move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,14 +66,14 @@ class Reservation:
     _entry: NodeEntry
 
     def settle(self) -> None:
-        """Drop the amounts: the prompt is computed or the blocks are in use, so the lease counts them."""
+        """Drop the amounts, which the lease counts from now on: the prompt is computed or the blocks are in use."""
         self._entry._count(-self.tokens, -self.blocks, 0)
         self.tokens = self.blocks = 0
 
     def release(self) -> None:
         """End the reservation; may be called repeatedly."""
-        if self in self._entry.bookings:
-            del self._entry.bookings[self]
+        if self in self._entry.reservations:
+            del self._entry.reservations[self]
             self._entry._count(-self.tokens, -self.blocks, -1)
 
 
@@ -93,28 +93,28 @@ class NodeEntry:
     def __init__(
         self,
         lease: NodeLease,
-        room: CapacitySummary,
+        summary: CapacitySummary,
         corrupt: Callable[[NodeKey, NodeKey], None] = lambda sender, here: None,
     ) -> None:
         self.key = node_key(lease)
         self.lease = lease
         self.open = self.linked = self.stalled = self.suspected = self.link_suspected = self.reachable = False
-        self.bookings: dict[Reservation, None] = {}
+        self.reservations: dict[Reservation, None] = {}
         self.listeners: dict[str, Listener] = {}
-        self._book, self._room, self._corrupt = Reservations(), room, corrupt
-        self._grouped, self._placed, self._part = False, 0, Part()
+        self._totals, self._summary, self._corrupt = Reservations(), summary, corrupt
+        self._grouped, self._placed, self._capacity = False, 0, NodeCapacity()
         self._changed()
 
     @property
     def view(self) -> NodeView:
         """Return the node as placement sees it, after pending updates."""
-        self._room.figure()
+        self._summary.update()
         return self._view
 
     @property
     def idle(self) -> bool:
-        """Return whether no reservation and no listener is left."""
-        return not self.bookings and not self.listeners and self._book.empty
+        """Return whether the node has no reservation and no listener."""
+        return not self.reservations and not self.listeners and self._totals.empty
 
     @property
     def drains(self) -> bool:
@@ -123,7 +123,7 @@ class NodeEntry:
 
     def renew(self, lease: NodeLease) -> None:
         """Update the lease after a read of the registry, and notify listeners when draining begins."""
-        self._book.roll()
+        self._totals.next_poll()
         began, self.lease = lease.state != self.lease.state, lease
         self._changed()
         if began and self.drains:
@@ -141,38 +141,38 @@ class NodeEntry:
         self._grouped = grouped
         self._changed()
 
-    def promise(
+    def reserve(
         self, tokens: int, blocks: int, lost: Callable[[NodeLost], None], suspected: Callable[[], None] = ignored
     ) -> Reservation:
         """Reserve capacity for an attempt; see Reservation."""
-        booking = Reservation(tokens, blocks, lost, suspected, self)
-        self.bookings[booking] = None
-        self._room.placed = self._placed = self._room.placed + 1
+        reservation = Reservation(tokens, blocks, lost, suspected, self)
+        self.reservations[reservation] = None
+        self._summary.placed = self._placed = self._summary.placed + 1
         self._count(tokens, blocks, 1)
-        return booking
+        return reservation
 
     def lose(self, error: NodeLost) -> None:
-        """Notify all reservations that the node is gone."""
+        """Notify all reservations that the node is lost."""
         self.join(False)
-        for booking in list(self.bookings):
-            booking.lost(error)
+        for reservation in list(self.reservations):
+            reservation.lost(error)
 
     def opened(self) -> None:
         """Record that the node accepted the token stream."""
         self.open = self.linked = True
-        self._doubt(False)
+        self._suspect(False)
         self._changed()
 
     def pause(self, *, is_silent: bool = False) -> None:
         """Record that the token stream broke, or was silent for too long, and may resume."""
         self.open = False
         self._changed()
-        self._doubt(self.suspected or is_silent, self.link_suspected)
+        self._suspect(self.suspected or is_silent, self.link_suspected)
 
     def deal(self, frame: StepFrame) -> None:
         """Handle a token-stream frame's content besides tokens, which `DeltaQueue` passes to the listeners."""
         if frame.pulse is not None:
-            self._feel(frame.pulse)
+            self._check_pulse(frame.pulse)
         for failure in frame.failed:
             if listener := self.listeners.get(failure.request_id):
                 listener.failed(failure)
@@ -183,15 +183,15 @@ class NodeEntry:
             self._corrupt(each.sender, self.key)
 
     def broken(self, error: KvferryError) -> None:
-        """Give up everything on the node after its token stream ended."""
+        """Fail all requests on the node after its token stream ended."""
         self.open = self.linked = self.stalled = self.suspected = self.link_suspected = False
         self._changed()
         self._give_up(error)
 
-    def _feel(self, pulse: Pulse) -> None:
-        """Update `stalled`, and give up all requests if the engine hangs.
+    def _check_pulse(self, pulse: Pulse) -> None:
+        """Update `stalled`, and fail all requests on the node if the engine hangs.
 
-        A hanging link alone needs no action here: it fails its own transfers."""
+        A hanging link alone needs no action here, since its transfers fail by themselves."""
         hangs = pulse.engine_s > max(STALL_S, STALL * pulse.usual_s)
         stalled = hangs or pulse.link_s > STALL_S
         if stalled != self.stalled:
@@ -200,48 +200,52 @@ class NodeEntry:
             self._changed()
         if hangs:
             self._give_up(NodeLost(f"{self.key[0]}: a step has taken {pulse.engine_s:.1f} s"))
-        self._doubt(pulse.engine_s > max(SUSPECT_S, SUSPECT * pulse.usual_s), pulse.link_s > SUSPECT_S)
+        self._suspect(pulse.engine_s > max(SUSPECT_S, SUSPECT * pulse.usual_s), pulse.link_s > SUSPECT_S)
 
-    def _doubt(self, suspected: bool, link: bool = False) -> None:
-        """Update what is suspected, and notify the attempts on the node when a suspicion begins."""
+    def _suspect(self, suspected: bool, link: bool = False) -> None:
+        """Update the suspicions, and notify the attempts on the node when one begins."""
         began = (suspected and not self.suspected) or (link and not self.link_suspected)
         self.suspected, self.link_suspected = suspected, link
         if began:
-            for booking in list(self.bookings):
-                booking.suspected()
+            for reservation in list(self.reservations):
+                reservation.suspected()
 
     def _give_up(self, error: KvferryError) -> None:
-        """Notify everyone who waits for the node, and detach the listeners."""
+        """Notify all listeners and reservations of the node, and detach the listeners."""
         listeners, self.listeners = self.listeners, {}
         for listener in listeners.values():
             listener.lost(error)
         if isinstance(error, NodeLost):
-            for booking in list(self.bookings):
-                booking.lost(error)
+            for reservation in list(self.reservations):
+                reservation.lost(error)
 
     def _count(self, tokens: int, blocks: int, requests: int) -> None:
-        self._book.add(tokens, blocks, requests)
+        self._totals.add(tokens, blocks, requests)
         self._changed()
 
-    def _figure(self) -> None:
-        """Recompute the node's view and part before the next read of the summary."""
+    def _update(self) -> None:
+        """Recompute the node's view and capacity, before the next read of the summary."""
         lease, load = self.lease, self.lease.load
         queued = blocks_for(load.waiting_tokens, lease.block_size) if lease.role == "decode" else 0
-        tokens, blocks, requests = self._book.counted(
+        tokens, blocks, requests = self._totals.counted(
             load.waiting_tokens, load.granted_blocks + queued, load.running_requests + load.waiting_requests
         )
         self._view = NodeView(lease, 0, tokens, requests, blocks, self._placed)
-        before, self._part = self._part, self._part_now()
-        self._room.change(self.key, self._view if self._grouped and self.reachable else None, before, self._part)
+        before, self._capacity = self._capacity, self._current_capacity()
+        self._summary.change(self.key, self._view if self._grouped and self.reachable else None, before, self._capacity)
 
     def _changed(self) -> None:
         self.reachable = self.open and not self.stalled
-        self._room.changed(self._figure)
+        self._summary.changed(self._update)
 
-    def _part_now(self) -> Part:
+    def _current_capacity(self) -> NodeCapacity:
         if not self._grouped or self.lease.state != "ready":
-            return Part()
+            return NodeCapacity()
         if self.lease.role == "prefill":
-            return Part(prefills=1) if self.reachable else Part()
+            return NodeCapacity(prefills=1) if self.reachable else NodeCapacity()
         spare = self.view.spare_blocks
-        return Part(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view)) if self.reachable else Part()
+        return (
+            NodeCapacity(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view))
+            if self.reachable
+            else NodeCapacity()
+        )

@@ -1,10 +1,10 @@
 """NodeTable: the router's live nodes, kept up to date from the registry and the token streams.
 
 Membership comes from the registry. A node is lost if it returns with another epoch, or if its lease ends and its token
-stream is not linked; its reservations are then notified. While the registry does not answer, the last known nodes stay
-and only their connections show whether they live; a router that starts meanwhile reads them from a file. The router
-waits for renewals before it believes an empty registry, and a registry that returned to an older state does not
-override a live stream."""
+stream is not linked; its reservations are then notified. While the registry does not answer, the known nodes stay and
+only their connections show whether they live; a router that starts meanwhile reads them from a file. The router waits
+for renewals before it trusts an empty registry, and a registry that returned to an older state does not override a live
+stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
 from kvferry.router.nodes.incompatible_nodes import IncompatibleNodes
-from kvferry.router.nodes.lease_validation import is_same, is_sound
+from kvferry.router.nodes.lease_validation import is_same, is_valid
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 STARTING_S = 2.0
-"""Time after the first node in which more are expected, in seconds."""
+"""Time after the first node within which more nodes are expected, in seconds."""
 LONGEST_PAUSE_S = 2.0
 """Longest pause between two reads of a registry that does not answer, in seconds."""
 
@@ -46,7 +46,7 @@ class NodeTable:
 
     entries   live nodes of served models, of any fingerprint and state
     models    nodes of each model
-    contact   health of the registry
+    registry_health  health of the registry
     breakers  recent failures
     """
 
@@ -63,24 +63,24 @@ class NodeTable:
         self.entries: dict[NodeKey, NodeEntry] = {}
         self.models: list[ModelNodes] = []
         self._models: dict[NodeKey, ModelNodes] = {}
-        self._strangers: set[NodeKey] = set()
+        self._unserved: set[NodeKey] = set()
         self.incompatible_nodes = IncompatibleNodes()
         self.clock = clock
-        self.contact = RegistryHealth(metrics, clock)
+        self.registry_health = RegistryHealth(metrics, clock)
         self.breakers = CircuitBreakers(clock, metrics.quarantines.inc)
         self._source, self._metrics, self._last = source, metrics, last
         self._poll_s, self._grace_s = poll_s, grace_s
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
-        self._believe_absence_at = self._first_seen_at = 0.0
-        self._empty, self._told_unsound = True, False
+        self._trust_absence_at = self._first_seen_at = 0.0
+        self._empty, self._logged_invalid = True, False
 
     async def start(self) -> None:
         """Read the registry once, or the last known nodes if it does not answer, and start polling it."""
         await self.refresh()
-        if self._last is not None and not self.contact.up and (leases := await self._last.load()):
+        if self._last is not None and not self.registry_health.up and (leases := await self._last.load()):
             log.warning("registry does not answer, starting with the last %d known nodes", len(leases))
-            self._take(leases)
+            self._update(leases)
             for entry in self.entries.values():
                 entry.forget_load()
         self._task = asyncio.create_task(self._poll(), name="node-table")
@@ -111,14 +111,14 @@ class NodeTable:
         except Exception as error:
             self._unanswered(error)
             return
-        self.contact.answered()
-        self._take(leases)
+        self.registry_health.answered()
+        self._update(leases)
         if self._last is not None:
             self._last.save(leases)
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(self.pause_s * (random.uniform(0.5, 1.0) if self.contact.failures else 1.0))
+            await asyncio.sleep(self.pause_s * (random.uniform(0.5, 1.0) if self.registry_health.failures else 1.0))
             try:
                 await self.refresh()
             except Exception:
@@ -128,23 +128,23 @@ class NodeTable:
     def pause_s(self) -> float:
         """Return the seconds until the next read of the registry.
 
-        Short until the first nodes appear, since a starting cluster waits for them; longer while the registry is
-        silent."""
+        It is short until the first nodes appear, since a starting cluster waits for them, and long while the registry
+        does not answer."""
         starting = not self.entries or self.clock() - self._first_seen_at < STARTING_S
         pause_s = self._poll_s / 5 if starting else self._poll_s
-        return min(pause_s * 2.0 ** min(self.contact.failures, 10), max(LONGEST_PAUSE_S, pause_s))
+        return min(pause_s * 2.0 ** min(self.registry_health.failures, 10), max(LONGEST_PAUSE_S, pause_s))
 
     def _unanswered(self, error: Exception) -> None:
-        self.contact.failed(error, len(self.entries))
-        self._believe_absence_at = self.clock() + self._grace_s
-        if self.contact.silent_s > self._grace_s:
+        self.registry_health.failed(error, len(self.entries))
+        self._trust_absence_at = self.clock() + self._grace_s
+        if self.registry_health.silent_s > self._grace_s:
             for entry in self.entries.values():
                 entry.forget_load()
 
-    def _take(self, told: list[NodeLease]) -> None:
-        leases = self._sound(told)
+    def _update(self, told: list[NodeLease]) -> None:
+        leases = self._valid(told)
         before = self._states()
-        self._notice_emptiness(not leases)
+        self._note_emptiness(not leases)
         newest = self._newest(leases)
         for key in [key for key in self.entries if self._is_lost(key, newest.get(key[0]))]:
             self._lose(key, newest.get(key[0]))
@@ -155,9 +155,9 @@ class NodeTable:
             if entry := self.entries.get(node_key(lease)):
                 entry.renew(lease)
             elif model := self._model(lease):
-                entry = NodeEntry(lease, model.room, self.breakers.corrupt)
+                entry = NodeEntry(lease, model.capacity, self.breakers.corrupt)
                 self.entries[entry.key], self._models[entry.key] = entry, model
-        self._tell_strangers(newest.values())
+        self._log_unserved(newest.values())
         if self.incompatible_nodes.see(self._source.incompatible):
             self._count()
         if self._states() != before:
@@ -174,27 +174,29 @@ class NodeTable:
         told = sorted(leases, key=lambda lease: lease.epoch)
         return {lease.node_id: lease for lease in told if lease.epoch >= linked.get(lease.node_id, 0)}
 
-    def _sound(self, leases: list[NodeLease]) -> list[NodeLease]:
-        """Return the valid leases, so that an invalid one does not stop the update of the others.
+    def _valid(self, leases: list[NodeLease]) -> list[NodeLease]:
+        """Return the valid leases, so that an invalid one does not stop the update of other nodes.
 
         A known node with an invalid lease keeps its previous one."""
-        odd = [lease for lease in leases if not is_sound(lease)]
-        if odd and not self._told_unsound:
-            log.warning("invalid lease: %r", odd[0])
-        self._told_unsound = bool(odd)
-        if not odd:
+        invalid = [lease for lease in leases if not is_valid(lease)]
+        if invalid and not self._logged_invalid:
+            log.warning("invalid lease: %r", invalid[0])
+        self._logged_invalid = bool(invalid)
+        if not invalid:
             return leases
-        known = [entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in odd)]
-        return [lease for lease in leases if is_sound(lease)] + known
+        known = [
+            entry.lease for entry in self.entries.values() if any(is_same(entry.lease, lease) for lease in invalid)
+        ]
+        return [lease for lease in leases if is_valid(lease)] + known
 
     def _states(self) -> dict[NodeKey, tuple[str, str, str, tuple[AdapterName, ...]]]:
         """Return the fields of each node whose change is reported to listeners."""
         leases = {key: entry.lease for key, entry in self.entries.items()}
         return {key: (lease.role, lease.state, lease.fingerprint, lease.adapters) for key, lease in leases.items()}
 
-    def _notice_emptiness(self, empty: bool) -> None:
+    def _note_emptiness(self, empty: bool) -> None:
         if empty and not self._empty:
-            self._believe_absence_at = max(self._believe_absence_at, self.clock() + self._grace_s)
+            self._trust_absence_at = max(self._trust_absence_at, self.clock() + self._grace_s)
         elif self._empty and not empty:
             self._first_seen_at = self.clock()
         self._empty = empty
@@ -203,7 +205,7 @@ class NodeTable:
         """Return whether a known node is lost, given the newest lease of its id."""
         if lease is not None:
             return lease.epoch != key[1]
-        return self.clock() >= self._believe_absence_at and not self.entries[key].linked
+        return self.clock() >= self._trust_absence_at and not self.entries[key].linked
 
     def _lose(self, key: NodeKey, successor: NodeLease | None) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
@@ -214,21 +216,21 @@ class NodeTable:
     def _model(self, lease: NodeLease) -> ModelNodes | None:
         """Return the model that the node runs, by its names; None if none or several match."""
         name = _name(lease)
-        for alike in (ModelName.shares, ModelName.resembles):
-            if found := [model for model in self.models if alike(model.name, name)]:
+        for matches in (ModelName.shares, ModelName.resembles):
+            if found := [model for model in self.models if matches(model.name, name)]:
                 return found[0] if len(found) == 1 else None
         return None
 
-    def _tell_strangers(self, leases: Iterable[NodeLease]) -> None:
-        """Log each node that runs none of the models, once."""
-        strangers = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
-        for key in strangers.keys() - self._strangers:
+    def _log_unserved(self, leases: Iterable[NodeLease]) -> None:
+        """Log each node that runs none of the served models, once."""
+        unserved = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
+        for key in unserved.keys() - self._unserved:
             served = ", ".join(repr(name) for model in self.models for name in model.name.all)
             log.warning(
                 "node %s runs %r and this router serves %s: not used. If it is the same model, give both the same "
-                "--served-model-name", key[0], _name(strangers[key]).first, served,
+                "--served-model-name", key[0], _name(unserved[key]).first, served,
             )  # fmt: skip
-        self._strangers = set(strangers)
+        self._unserved = set(unserved)
 
     def _regroup(self) -> None:
         for model in self.models:

@@ -1,9 +1,10 @@
 """Quarantine: excludes node pairs, or a node from all shipping, after repeated corrupt blocks (circuit_breakers.py).
 
-Blocks arrive with other bytes than were sent or than the receiver computes itself, because memory, a card or a wire
-fails, or a node is misconfigured. Checksums find differences in transit, and another attempt computes the blocks again,
-so no client notices. Not all blocks need have a checksum, however, and faulty hardware gets worse. Canaries find some
-of the wrongly computed blocks. One corrupt ship may be chance; successes in between prove nothing."""
+The bytes of a received block differ from those that were sent, or that the receiver computes itself, if memory, a card
+or a wire fails, or a node is misconfigured. Checksums find differences in transit, and another attempt computes the
+blocks again, so no client notices. Not all blocks need have a checksum, however, and faulty hardware gets worse.
+Canaries find some of the wrongly computed blocks. One corrupt ship may be chance; successes in between prove
+nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from kvferry.placement.types import NodeKey, Pair
 
 log = logging.getLogger(__name__)
 
-MOST, WITHIN_S = 3, 600.0
-"""Number of corrupt ships within WITHIN_S seconds that starts a quarantine, which lasts as long."""
+CORRUPT_SHIPS, WITHIN_S = 3, 600.0
+"""Number of corrupt ships within WITHIN_S seconds that starts a quarantine of WITHIN_S seconds."""
 
 
 class Quarantine:
@@ -42,9 +43,9 @@ class Quarantine:
         sent = [d for p, d in recent if p == prefill]
         received = [p for p, d in recent if d == decode]
         subjects: tuple[tuple[Pair, int, int], ...] = (
-            ((prefill, decode), sent.count(decode), MOST),
-            ((prefill, None), len(sent), MOST if len(set(sent)) > 1 else len(sent) + 1),
-            ((None, decode), len(received), MOST if len(set(received)) > 1 else len(received) + 1),
+            ((prefill, decode), sent.count(decode), CORRUPT_SHIPS),
+            ((prefill, None), len(sent), CORRUPT_SHIPS if len(set(sent)) > 1 else len(sent) + 1),
+            ((None, decode), len(received), CORRUPT_SHIPS if len(set(received)) > 1 else len(received) + 1),
         )
         for subject, count, most in subjects:
             if count >= most and self._until.get(subject, 0.0) <= now:
@@ -53,12 +54,12 @@ class Quarantine:
                 if self._on_begin is not None:
                     self._on_begin()
 
-    def left(self) -> dict[Pair, float]:
-        """Return the quarantined pairs, with the seconds left."""
+    def remaining(self) -> dict[Pair, float]:
+        """Return the quarantined pairs, with the remaining seconds."""
         now = self._clock()
         return {subject: until - now for subject, until in self._until.items() if until > now}
 
-    def shut(self) -> frozenset[Pair]:
+    def open(self) -> frozenset[Pair]:
         """Return the quarantined pairs."""
         now = self._clock()
         self._until = {subject: until for subject, until in self._until.items() if until > now}

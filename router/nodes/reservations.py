@@ -33,12 +33,12 @@ class Reservations:
         if tokens > peak[0] or blocks > peak[1] or requests > peak[2]:
             self._peak = (max(tokens, peak[0]), max(blocks, peak[1]), max(requests, peak[2]))
 
-    def roll(self) -> None:
-        """Move the peak window on after a read of the lease."""
+    def next_poll(self) -> None:
+        """Begin the next poll's peak after a read of the lease."""
         if self._peak == self._leased_peak == (0, 0, 0):
             return
         self._history.append(self._peak)
-        self._leased_peak = _most(self._history)
+        self._leased_peak = _maxima(self._history)
         self._peak = self._now
 
     def counted(self, tokens: int, blocks: int, requests: int) -> tuple[int, int, int]:
@@ -51,6 +51,6 @@ class Reservations:
         )
 
 
-def _most(sums: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+def _maxima(sums: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
     tokens, blocks, requests = (max(column) for column in zip(*sums, strict=True))
     return (tokens, blocks, requests)

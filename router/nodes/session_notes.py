@@ -14,13 +14,13 @@ from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import node_key
 
 GATHER_S = 0.1
-"""Seconds for which notes for a node are gathered."""
+"""Time for which notes for a node are gathered, in seconds."""
 
 
 class SessionNoter:
     """Gathers notes and sends them to nodes with kvferry's own engine; nodes of other engines take none.
 
-    A note is only a hint: if it is lost, blocks are kept for too long or evicted too early."""
+    A lost note only causes blocks to be kept for too long or evicted too early."""
 
     def __init__(self, client: NodeClient, background_calls: BackgroundCalls) -> None:
         self._client, self._background_calls = client, background_calls

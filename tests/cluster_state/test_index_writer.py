@@ -128,7 +128,7 @@ async def test_what_the_node_holds_at_the_start_is_written():
 
 async def test_overflow_falls_back_to_the_snapshot():
     h, gone = _rows(300), _rows(20, 1)
-    w = _Writing(gone, max_noted=100)
+    w = _Writing(gone, max_changes=100)
     await w.writer.flush()
     w.note([], gone)
     w.note(h[:90])
@@ -388,12 +388,12 @@ async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_a
             await asyncio.sleep(0)
 
     other = asyncio.create_task(others())
-    await w.writer._take_notes()
+    await w.writer._apply_changes()
     assert (turns >= 2 * 20, len(w.writer._rows.new)) == (True, len(h))
     turns = 0
     w.held = dict.fromkeys(h[: len(h) // 2])
     w.writer.republish()
-    await w.writer._take_notes()
+    await w.writer._apply_changes()
     assert (turns >= 4 * 10, len(w.writer._rows.new), w.writer.rows) == (True, len(h) // 2, 0)
     other.cancel()
 
@@ -401,13 +401,13 @@ async def test_others_on_the_loop_have_their_turn_while_many_rows_are_compared_a
 async def test_what_is_noted_while_rows_are_compared_counts():
     h = _rows(4 * own_rows.SLICE)
     w = _Writing(h)
-    taking = asyncio.create_task(w.writer._take_notes())
+    taking = asyncio.create_task(w.writer._apply_changes())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     late = _rows(1, 9)
     w.note(late, h[-1:])
     await taking
-    await w.writer._take_notes()
+    await w.writer._apply_changes()
     assert set(w.writer._rows.held) == {*h[:-1], *late}
 
 
@@ -422,4 +422,4 @@ def test_what_is_looked_for_is_of_many_keys_and_the_newest_among_it():
 
 def test_rows_are_written_again_where_some_are_lost_and_not_again_at_once():
     losses = RowLossDetector(0.0)
-    assert [losses.mend(found, 8) for found in (8, 7, 7)] == [False, True, False]
+    assert [losses.should_rewrite(found, 8) for found in (8, 7, 7)] == [False, True, False]

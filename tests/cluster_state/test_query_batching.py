@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvferry.cluster_state.query_batching import MAX_BYTES, QueryBatcher, Question
+from kvferry.cluster_state.query_batching import MAX_BYTES, Query, QueryBatcher
 from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
 
 
@@ -13,13 +13,13 @@ class Server:
     """Answers each question with its length, once it is let."""
 
     def __init__(self) -> None:
-        self.calls: list[list[Question]] = []
+        self.calls: list[list[Query]] = []
         self.open = asyncio.Event()
         self.open.set()
         self.error: Exception | None = None
         self.short = False
 
-    async def call(self, questions: Sequence[Question]) -> list[int]:
+    async def call(self, questions: Sequence[Query]) -> list[int]:
         self.calls.append(list(questions))
         await self.open.wait()
         if self.error is not None:

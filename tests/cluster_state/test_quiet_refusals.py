@@ -78,14 +78,14 @@ async def test_an_outage_is_a_line_and_not_a_line_each_time(
     with redis_server() as server:
         url = f"redis://:wrong@127.0.0.1:{server.port}/0" if refuse is knows_another else server.url
         async with member_and_router(url) as (node, table):
-            assert table.contact.up
+            assert table.registry_health.up
             caplog.clear()
             with caplog.at_level(logging.INFO):
                 refuse(server)
-                await until(lambda: not table.contact.up)
+                await until(lambda: not table.registry_health.up)
                 await asyncio.sleep(REFUSED_S)
                 told: list[Any] = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
                 assert 2 <= len(told) <= LINES, "\n".join(told)
                 heal(server)
-                await until(lambda: table.contact.up and node.held)
+                await until(lambda: table.registry_health.up and node.held)
                 assert len(caplog.records) <= 2 * LINES

@@ -59,7 +59,10 @@ def allow(server: RedisServer, words: list[str]) -> str:
 
 async def everything(url: str, **options: Any) -> None:
     """All that kvferry ever asks of Redis."""
-    store, kept = RedisStore(url, "test", **options), RedisResponses(url, "test", ttl_s=9, share=100, most=2, **options)
+    store, kept = (
+        RedisStore(url, "test", **options),
+        RedisResponses(url, "test", ttl_s=9, share=100, max_records=2, **options),
+    )
     try:
         await store.check()
         await store.ping()
@@ -112,7 +115,9 @@ async def test_the_documented_acl_of_sentinels_is_enough(server, words):
 
 def test_the_rehearsal_tries_each_command_of_the_scripts():
     scripts = [each for module in (redis_scripts, row_scripts, redis_responses) for each in vars(module).items()]
-    text = "".join(each for name, each in scripts if isinstance(each, str) and name not in ("REHEARSAL", "__doc__"))
+    text = "".join(
+        each for name, each in scripts if isinstance(each, str) and name not in ("CHECK_COMMANDS", "__doc__")
+    )
     used = {name.lower() for name in re.findall(r"\w\('([A-Z]+)'", text)}
     assert used <= {words.split()[0] for words in redis_scripts.COMMANDS}
     assert len(used) > 15

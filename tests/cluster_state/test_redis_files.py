@@ -30,7 +30,7 @@ async def connection(valkey_url: str) -> AsyncIterator[FilesClient]:
 
 @pytest.fixture
 def files(connection: FilesClient) -> RedisFiles:
-    return RedisFiles(connection, ttl_s=TTL_S, limit=LIMIT, most=MOST)
+    return RedisFiles(connection, ttl_s=TTL_S, limit=LIMIT, max_files=MOST)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ async def test_what_broke_off_while_it_arrived_counts_no_more(
     connection: FilesClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_files, "_ARRIVAL_MS", 200)
-    files = RedisFiles(connection, ttl_s=0.6, limit=LIMIT, most=MOST)
+    files = RedisFiles(connection, ttl_s=0.6, limit=LIMIT, max_files=MOST)
     await files.reserve(ANN, "f", LIMIT)
     await files.write(ANN, "f", 0, b"x")
     assert await files.room(ANN) == 0
@@ -134,7 +134,7 @@ async def test_a_batch_is_open_until_its_holder_ends_it(connection: FilesClient)
     assert held == (b"new one", 1)
     assert await batches.cancel(ANN, "one")
     assert not await batches.cancel(BOB, "one")
-    assert await batches.look(ANN, "one", 1) == (True, True)
+    assert await batches.holding(ANN, "one", 1) == (True, True)
     assert await batches.all(ANN) == [(b"new one", True), (b"new two", False)]
     assert await batches.save(ANN, "one", 1, b"ended one", ended=True)
     assert await batches.unfinished() == [(ANN, "two")]
@@ -153,7 +153,7 @@ async def test_an_earlier_holder_writes_no_more(connection: FilesClient) -> None
     assert (first[1], second[1]) == (1, 2)
     assert await rows.write(ANN, "b", 1, 0, b"late", ok=True) == "lost"
     assert not await batches.save(ANN, "b", 1, b"late", ended=True)
-    assert await batches.look(ANN, "b", 1) == (False, False)
+    assert await batches.holding(ANN, "b", 1) == (False, False)
     assert await rows.write(ANN, "b", 2, 0, b"right", ok=True) == "written"
     assert await rows.write(ANN, "b", 2, 0, b"again", ok=True) == "there"
     assert await rows.pieces(ANN, "b", 0, [(0, 0)]) == b"right"

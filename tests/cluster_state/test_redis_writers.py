@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cluster_state import redis_check
-from kvferry.cluster_state.redis_check import ANYONE, LOCAL
+from kvferry.cluster_state.redis_check import EVERY_HOST, LOCAL_USERS
 from kvferry.cluster_state.redis_store import RedisStore
 from tests.redis_servers import RedisServer, free_ports
 
@@ -37,11 +37,11 @@ async def writers(url: str) -> str:
 async def test_a_server_without_a_password_is_open_to_its_machine_or_to_all(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await writers(server.url) == LOCAL
+    assert await writers(server.url) == LOCAL_USERS
     monkeypatch.setattr(redis_check, "is_loopback", lambda host: False)
-    assert await writers(server.url) == ANYONE
+    assert await writers(server.url) == EVERY_HOST
     line = caplog.messages[-1]
-    assert line == f"Redis at {server.url} accepts commands without a password from {ANYONE}"
+    assert line == f"Redis at {server.url} accepts commands without a password from {EVERY_HOST}"
     with server.client() as client:
         assert client.keys() == [], "it was asked, and nothing was written"
 
@@ -50,7 +50,7 @@ async def test_a_password_in_our_url_does_not_hide_that_others_need_none(server:
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "kvferry", "on", f">{PASSWORD}", "~*", "+@all")
     ours = f"redis://kvferry:{PASSWORD}@127.0.0.1:{server.port}/0"
-    assert await writers(ours) == LOCAL
+    assert await writers(ours) == LOCAL_USERS
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "default", "-@write")
     assert await writers(ours) == "", "the others may only read"
@@ -70,7 +70,7 @@ async def test_a_socket_is_open_to_those_who_reach_it(server: RedisServer, tmp_p
     try:
         for folder in entered:
             folder.chmod(0o755)
-        assert await writers(url) == LOCAL
+        assert await writers(url) == LOCAL_USERS
         path.chmod(0o700)
         assert await writers(url) == ""
     finally:

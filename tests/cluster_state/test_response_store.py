@@ -22,9 +22,9 @@ SHARE, MOST, TTL_S = 1000, 5, 0.6
 async def responses(request: pytest.FixtureRequest) -> AsyncIterator[ResponseStore]:
     """An empty store that keeps five records or a thousand bytes a tenant, for 0.6 s."""
     if request.param == "memory":
-        yield MemoryResponses(ttl_s=TTL_S, share=SHARE, most=MOST)
+        yield MemoryResponses(ttl_s=TTL_S, share=SHARE, max_records=MOST)
         return
-    store = RedisResponses(request.getfixturevalue("valkey_url"), "test", ttl_s=TTL_S, share=SHARE, most=MOST)
+    store = RedisResponses(request.getfixturevalue("valkey_url"), "test", ttl_s=TTL_S, share=SHARE, max_records=MOST)
     yield store
     await store.close()
 
@@ -118,8 +118,8 @@ async def test_what_another_wrote_or_moved_in_redis_counts_as_missing(valkey: Va
     """Whoever can write to Redis planted answers in tenants' conversations."""
     secret, later = b"k" * 32, b"l" * 32
     accepted = [secret]
-    store = RedisResponses(valkey_url, "test", ttl_s=9, share=SHARE, most=MOST, seal=Seal(lambda: accepted))
-    bare = RedisResponses(valkey_url, "test", ttl_s=9, share=SHARE, most=MOST)
+    store = RedisResponses(valkey_url, "test", ttl_s=9, share=SHARE, max_records=MOST, seal=Seal(lambda: accepted))
+    bare = RedisResponses(valkey_url, "test", ttl_s=9, share=SHARE, max_records=MOST)
     assert await store.put("ann", "resp_a", b"{1}")
     assert await store.get("ann", "resp_a") == await bare.get("ann", "resp_a") == b"{1}"
     assert await bare.put("ann", "resp_b", b"{2}")

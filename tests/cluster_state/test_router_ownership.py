@@ -42,7 +42,7 @@ async def test_the_work_of_a_dead_router_is_claimed_once_each() -> None:
         assert await dead.own.take("batch", name, 60)
     async with contextlib.AsyncExitStack() as stack:
         for router in routers:
-            await stack.enter_async_context(router.own.kept())
+            await stack.enter_async_context(router.own.running())
         await asyncio.sleep(LEASE_S / 2)
         assert not any(router.claimed for router in routers), "its lease has not lapsed"
         await until(lambda: sum(len(router.claimed) for router in routers) == len(names))
@@ -54,7 +54,7 @@ async def test_the_work_of_a_dead_router_is_claimed_once_each() -> None:
 async def test_a_draining_router_gives_up_its_work_and_claims_none() -> None:
     leases = MemoryRouterLeases(lease_s=LEASE_S)
     leaving, staying = Router(leases), Router(leases)
-    async with leaving.own.kept(), staying.own.kept():
+    async with leaving.own.running(), staying.own.kept():
         await leaving.own.take("batch", "a", 60)
         leaving.own.drain()
         assert await leaving.own.release("batch", "a")
@@ -67,8 +67,8 @@ async def test_a_draining_router_gives_up_its_work_and_claims_none() -> None:
 async def test_the_end_of_a_process_ends_its_lease_at_once() -> None:
     leases = MemoryRouterLeases(lease_s=60)
     leaving, staying = Router(leases), Router(leases)
-    async with staying.own.kept():
-        async with leaving.own.kept():
+    async with staying.own.running():
+        async with leaving.own.running():
             await leaving.own.take("batch", "a", 60)
         await until(lambda: staying.claimed == ["a"])
 
@@ -85,7 +85,7 @@ async def test_work_that_cannot_go_on_now_is_tried_again() -> None:
     own = RouterOwnership(leases, period_s=PERIOD_S)
     own.take_over("response", refuse_first)
     await leases.take("gone", OwnedTask("response", "a"), 60)
-    async with own.kept():
+    async with own.running():
         await until(lambda: len(tries) == 3)
         await asyncio.sleep(3 * PERIOD_S)
         assert tries == ["a"] * 3
@@ -96,7 +96,7 @@ async def test_kinds_that_nobody_here_takes_over_stay() -> None:
     leases = MemoryRouterLeases(lease_s=LEASE_S)
     router = Router(leases)
     await leases.take("gone", OwnedTask("response", "a"), 60)
-    async with router.own.kept():
+    async with router.own.running():
         await asyncio.sleep(4 * PERIOD_S)
     assert await leases.orphans() == [OwnedTask("response", "a")]
 
@@ -106,7 +106,7 @@ async def test_without_the_store_nothing_is_claimed_and_later_it_is() -> None:
     router = Router(leases)
     await leases.take("gone", OwnedTask("batch", "a"), 60)
     leases.available = False
-    async with router.own.kept():
+    async with router.own.running():
         await asyncio.sleep(4 * PERIOD_S)
         assert router.claimed == []
         leases.available = True

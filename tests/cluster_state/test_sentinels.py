@@ -98,7 +98,7 @@ async def test_a_dead_or_frozen_sentinel_costs_nothing_while_most_answer(start, 
 
 async def test_a_connection_in_use_while_the_master_changes_is_left_as_well(start, former, master, monkeypatch):
     """It comes back to the pool when all others go to the new master already."""
-    monkeypatch.setattr(redis_pool, "FOLLOW_S", 60.0)
+    monkeypatch.setattr(redis_pool, "QUERY_S", 60.0)
     sentinel = start(*naming(former, 0))
     async with behind(sentinel) as store:
         waiting = asyncio.create_task(store._client.blpop("nobody pushes", 0.5))

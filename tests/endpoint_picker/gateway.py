@@ -78,7 +78,7 @@ class House:
         await self.store.publish(node_id, 1, rows_of(hashes), ())
 
     def bookings(self) -> dict[str, int]:
-        return {key[0]: len(entry.bookings) for key, entry in self.nodes.entries.items()}
+        return {key[0]: len(entry.reservations) for key, entry in self.nodes.entries.items()}
 
     def free(self) -> bool:
         """Nothing is left of any request."""

@@ -71,7 +71,7 @@ class Client:
         began = world.loop.time()
         call = RequestContext(
             self.name, began, began + asked.deadline_s, first_by=began + asked.first_s, itl_s=asked.itl_s,
-            is_patient=asked.patient,
+            is_background=asked.patient,
         )  # fmt: skip
         work = Generate(SamplingParams(max_tokens=asked.tokens, temperature=0.0))
         try:

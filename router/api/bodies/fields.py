@@ -231,14 +231,14 @@ class TierFields(BaseModel):
     priority: Annotated[Integer, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
 
     @property
-    def is_patient(self) -> bool:
+    def is_background(self) -> bool:
         """Return whether nobody waits for the request (`flex`): its tenant's targets do not apply to it."""
         return self.service_tier == "flex"
 
-    def tier_used(self, *, is_patient: bool) -> str:
+    def tier_used(self, *, is_background: bool) -> str:
         """Return the tier that serves the request: flex, priority or default.
 
-        is_patient: it yields to other requests, as batch rows do, so that it has no priority."""
-        if self.service_tier == "priority" and is_patient:
+        is_background: it yields to other requests, as batch rows do, so that it has no priority."""
+        if self.service_tier == "priority" and is_background:
             return "default"
         return self.service_tier if self.service_tier in TIER_PRIORITY else "default"

@@ -32,7 +32,7 @@ class MessageAnswer(Answer):
     def __init__(self, call: RequestContext, pool: ServedModel, chat: MessagesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
         self._id, self._model, self._stops = f"msg_{call.id}", pool.name, chat.stop
-        self._tier = "batch" if call.is_patient else "standard"
+        self._tier = "batch" if call.is_background else "standard"
         self._parts = Parts()
         self._plain: tuple[Part, TextEvent] | None = None
 

@@ -67,7 +67,7 @@ class Background:
         self._leaving = False
         self.go_on: GoOn | None = None
         ownership.take_over(KIND, self._claimed)
-        ownership.when_draining(self._give_up)
+        ownership.on_drain(self._give_up)
 
     async def begin(
         self, admitted: AdmittedRequest, pool: ServedModel, chat: ResponsesChat, generation: Generation,
@@ -101,7 +101,7 @@ class Background:
         task = asyncio.create_task(self._run(admitted, pool, answer, journal), name=asked.id)
         self._running[place] = task
         if journal is not None:
-            journal.go_on()
+            journal.keep_open()
             journal.cancel = task.cancel
             self._recorded |= {place} if self._ownership.is_shared else set()
         task.add_done_callback(lambda _: self._ended(place, admitted, journal))
@@ -207,14 +207,14 @@ class Background:
         again = self._leaving and place in self._recorded and isinstance(error, asyncio.CancelledError)
         again = again or (isinstance(error, Retryable) and journal is not None and journal.is_resumed)
         if journal is not None and again:
-            await journal.given_up(LEFT_S)
+            await journal.hand_over(LEFT_S)
             with contextlib.suppress(RegistryUnavailable):
                 await self._ownership.release(KIND, _named(*place))
             return
         if await self._owns(place):
             await answer.keep(ended)
         if journal is not None:
-            journal.leave()
+            journal.close()
         await self._disown(place)
 
     async def _generate(

@@ -39,9 +39,9 @@ class ResponsesChat(TranslatedChat):
     })  # fmt: skip
 
     @property
-    def is_patient(self) -> bool:
+    def is_background(self) -> bool:
         """Return whether nobody waits for the response: it is generated in the background, or its tier is flex."""
-        return bool(self.asked.body.background) or super().is_patient
+        return bool(self.asked.body.background) or super().is_background
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ResponsesRequest:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning": {"effort": effort, "summary": summary},
-            "service_tier": body.tier_used(is_patient=bool(body.background)),
+            "service_tier": body.tier_used(is_background=bool(body.background)),
             "store": self.kept,
             "text": {"format": {"type": "text"}, **text},
             "usage": None,

@@ -40,7 +40,7 @@ class ChunkAnswer(Answer):
         self._shape = shape
         self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": call.identity.created, "model": shape.model}
         if body.service_tier is not None:
-            self._base["service_tier"] = body.tier_used(is_patient=call.is_patient)
+            self._base["service_tier"] = body.tier_used(is_background=call.is_background)
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._ids = bool(body.return_token_ids)

@@ -44,7 +44,7 @@ async def test_an_answer_says_which_of_openai_s_tiers_was_used(path: str, asked:
     api = Api(FakeCluster(says("x")))
     assert (await told(api, path, service_tier=asked))["service_tier"] == used
     call = api.cluster.dispatches[-1].spec.call
-    assert (call.is_patient, call.priority) == (used == "flex", {"flex": 1, "priority": -1}.get(used, 0))
+    assert (call.is_background, call.priority) == (used == "flex", {"flex": 1, "priority": -1}.get(used, 0))
 
 
 async def test_a_request_without_a_tier_is_of_the_default_one() -> None:
@@ -98,7 +98,7 @@ async def test_tiers_order_one_tenant_s_requests() -> None:
 
 def test_what_yields_has_no_priority() -> None:
     asked = TierFields(service_tier="priority")
-    assert (asked.tier_used(is_patient=True), asked.tier_used(is_patient=False)) == ("default", "priority")
+    assert (asked.tier_used(is_background=True), asked.tier_used(is_background=False)) == ("default", "priority")
 
 
 async def test_flex_requests_give_way_to_a_tenant_s_target(tmp_path: Path) -> None:

@@ -189,11 +189,11 @@ async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptur
 async def test_registry_away() -> None:
     async with Bench([prefill(), decode()]) as bench:
         bench.store.available = False
-        await until(lambda: not bench.nodes.contact.up)
+        await until(lambda: not bench.nodes.registry_health.up)
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
         assert bench.metrics.registry_up._value.get() == 0
         bench.store.available = True
-        await until(lambda: bench.nodes.contact.up)
+        await until(lambda: bench.nodes.registry_health.up)
 
 
 async def test_nothing_can_be_placed() -> None:

@@ -87,7 +87,7 @@ async def test_the_only_decode_node_computes_by_itself() -> None:
         assert bench.retries() == {"hedge": 1}
         assert bench.placements() == {"remote": 1, "local": 1}, "both attempts of one request"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        assert bench.nodes.breakers.shut().nodes == {("p1", 1)}, "late twice"
+        assert bench.nodes.breakers.open().nodes == {("p1", 1)}, "late twice"
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.retries() == {"hedge": 2}
 
@@ -99,7 +99,7 @@ async def test_nobody_is_doubted_who_waits_for_room_on_a_decode_node(free: int, 
     load = Load(queue, active_blocks=60 - free, granted_blocks=40, free_blocks=free, total_blocks=100)
     async with Bench([prefill("p1", prefill_script=after(0.6)), decode(changes={"load": load})]) as bench:
         doubted: list[tuple[str, int]] = []
-        monkeypatch.setattr(bench.nodes.breakers, "node_failed", lambda node, *, surely: doubted.append(node))
+        monkeypatch.setattr(bench.nodes.breakers, "node_failed", lambda node, *, certain: doubted.append(node))
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert doubted == ([] if free == 10 else [("p1", 1)])
@@ -152,10 +152,10 @@ async def test_blocks_that_do_not_arrive_make_the_pair_doubtful_and_not_the_node
         for _ in range(2):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.retries() == {"hedge": 2}
-        assert not bench.nodes.breakers.shut().nodes
+        assert not bench.nodes.breakers.open().nodes
         used = [request.target.node_id for request in bench["p1"].prefills]
         pairs = {(("p1", 1), (name, 1)) for name in used if used.count(name) > 1}
-        assert bench.nodes.breakers.shut().pairs == pairs
+        assert bench.nodes.breakers.open().pairs == pairs
 
 
 async def test_one_whose_blocks_arrive_in_time_is_not_late() -> None:
@@ -171,7 +171,7 @@ async def test_a_decode_node_of_long_steps_is_not_late_with_its_first_one() -> N
         for _ in range(2):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert bench.retries() == {}
-        assert not bench.nodes.breakers.shut().pairs
+        assert not bench.nodes.breakers.open().pairs
 
 
 async def test_nothing_is_hedged_beyond_the_budget() -> None:
@@ -265,5 +265,5 @@ async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time(
         monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 1.0)
         answer = asyncio.create_task(collect(bench.start(6, deadline_s=deadline_s)))
         await until(lambda: bench["p1"].prefills and not bench["p1"].answering)
-        assert (("p1", 1) in bench.nodes.breakers.shut().nodes) == blamed
+        assert (("p1", 1) in bench.nodes.breakers.open().nodes) == blamed
         await asyncio.gather(answer, return_exceptions=True)

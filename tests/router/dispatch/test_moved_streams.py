@@ -189,7 +189,7 @@ async def test_blocks_that_come_corrupt_in_moves_end_in_quarantine() -> None:
         at.move_refusals = [BlocksCorrupt("other bytes") for _ in range(3)]
         await drain(bench, at)
         pair = (at.node_id, 1), (other.node_id, 1)
-        await until(lambda: pair in bench.nodes.breakers.shut().pairs)
+        await until(lambda: pair in bench.nodes.breakers.open().pairs)
         assert bench.nodes.breakers.quarantine
         assert len(at.moves) == 3
         await asyncio.sleep(0.3)
@@ -346,7 +346,7 @@ async def test_a_stream_that_was_not_moved_in_time_is_recovered_elsewhere_and_no
         assert bench.retries() == {"drain_timeout": 1}
         assert len(other.jobs) == 1
         assert not bench.cluster.deaths.any
-        assert not bench.nodes.breakers.shut().nodes
+        assert not bench.nodes.breakers.open().nodes
 
 
 async def test_a_move_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ async def test_without_a_registry_requests_return_to_where_their_prefix_is(nodes
     workers = [decode(f"d{n}", changes={"block_bytes": 1}) for n in range(nodes)]
     async with Bench(workers) as bench:
         bench.store.available = False
-        await until(lambda: not bench.nodes.contact.up)
+        await until(lambda: not bench.nodes.registry_health.up)
         first = bench.start(3)
         await collect(first)
         assert first.route is not None
@@ -117,7 +117,7 @@ async def test_a_decode_node_is_credited_once_the_prompt_goes_there(count: int, 
     changes = {"block_bytes": 1}
     async with Bench([prefill("p1", changes=changes), decode("d1", changes=changes)]) as bench:
         bench.store.available = False
-        await until(lambda: not bench.nodes.contact.up)
+        await until(lambda: not bench.nodes.registry_health.up)
         await collect(bench.start(count))
         (nodes,) = set(bench.cluster._prefixes._remembered._young.values())
         assert {node_id for node_id, _ in nodes} == holders

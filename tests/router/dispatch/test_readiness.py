@@ -17,10 +17,10 @@ async def test_only_once_the_registry_has_answered() -> None:
     async with bench:
         assert bench.cluster.trouble()
         bench.store.available = True
-        await until(lambda: bench.nodes.contact.up)
+        await until(lambda: bench.nodes.registry_health.up)
         assert not bench.cluster.trouble(), "without any node, too: the first request may bring one"
         bench.store.available = False
-        await until(lambda: not bench.nodes.contact.up)
+        await until(lambda: not bench.nodes.registry_health.up)
         assert not bench.cluster.trouble(), "it goes on with what it knows"
 
 
@@ -29,7 +29,7 @@ async def test_not_while_others_serve_what_it_cannot() -> None:
     bench = Bench([])
     bench.store.incompatible = (IncompatibleLease("d9", "decode", "speaks another wire version"),)
     async with bench:
-        await until(lambda: bench.nodes.contact.up)
+        await until(lambda: bench.nodes.registry_health.up)
         assert bench.cluster.trouble()
         await bench.add(decode())
         await until(lambda: bool(bench.cluster.ready()["decode"]))
@@ -45,7 +45,7 @@ async def test_others_that_went_hold_nothing_up() -> None:
         IncompatibleLease("p9", "prefill", "speaks another wire version"),
     )
     async with bench:
-        await until(lambda: bench.nodes.contact.up)
+        await until(lambda: bench.nodes.registry_health.up)
         assert bench.cluster.trouble()
         bench.store.incompatible = (IncompatibleLease("p9", "prefill", "speaks another wire version"),)
         await until(lambda: not bench.cluster.trouble())

@@ -78,7 +78,7 @@ async def test_it_goes_where_room_comes_up_after_a_bounded_time_and_without_a_bu
         for node in ("p1", "d1"):
             assert [cancel.request_id for cancel in cluster[node].cancels] == [asked[0][1]]
         assert not cluster["d2"].cancels
-        assert not cluster.nodes.breakers.shut().nodes
+        assert not cluster.nodes.breakers.open().nodes
 
 
 async def test_the_first_attempt_is_cancelled_before_the_second_one_asks() -> None:
@@ -87,10 +87,10 @@ async def test_the_first_attempt_is_cancelled_before_the_second_one_asks() -> No
         answer = asyncio.create_task(collect(cluster.start(6)))
         await until(lambda: cluster["p1"].prefills)
         entry = cluster.nodes.entries[("d1", 1)]
-        assert entry.bookings
+        assert entry.reservations
         await load(cluster, "d2", ROOMY)
         await until(lambda: len(cluster["p1"].prefills) == 2)
-        assert not entry.bookings
+        assert not entry.reservations
         assert ids(await answer) == expected(PROMPT, 6)
 
 

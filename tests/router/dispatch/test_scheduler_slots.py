@@ -97,6 +97,6 @@ async def test_of_hundreds_of_idle_nodes_each_has_its_turn() -> None:
         for node in (placement.prefill, placement.decode):
             assert node
             chosen[node.node_id] += 1
-            model.nodes.entries[node.node_id, node.epoch].promise(1000, 0, lambda error: None).release()
+            model.nodes.entries[node.node_id, node.epoch].reserve(1000, 0, lambda error: None).release()
     assert set(chosen.values()) == {2}
     assert len(chosen) == 250

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.journal.event_ids import EventIds, StreamPlace, parsed_id
+from kvferry.router.journal.event_ids import EventIds, StreamPosition, parsed_id
 
 
 def ids(data: bytes) -> list[str]:
@@ -22,8 +22,8 @@ def test_an_id_says_how_many_tokens_of_each_choice_went_into_the_stream() -> Non
 
 
 def test_ids_are_read_again() -> None:
-    assert parsed_id("chatcmpl-a:b.c:12-1,0+2") == ("chatcmpl-a:b.c", StreamPlace(((12, 1), (0, 0)), 2))
-    assert parsed_id("msg_a.b:7") == ("msg_a.b", StreamPlace(((7, 0),)))
+    assert parsed_id("chatcmpl-a:b.c:12-1,0+2") == ("chatcmpl-a:b.c", StreamPosition(((12, 1), (0, 0)), 2))
+    assert parsed_id("msg_a.b:7") == ("msg_a.b", StreamPosition(((7, 0),)))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,6 @@ def test_a_stream_goes_on_behind_each_of_its_events(cut: int) -> None:
 
 def test_a_place_must_have_a_count_for_each_choice() -> None:
     with pytest.raises(InvalidRequest, match="2 counts"):
-        EventIds("n", 2, StreamPlace(((1, 0),)))
-    assert EventIds("n", 1, StreamPlace(((9, 0),))).singly(0) == 9
+        EventIds("n", 2, StreamPosition(((1, 0),)))
+    assert EventIds("n", 1, StreamPosition(((9, 0),))).singly(0) == 9
     assert EventIds("n", 1).singly(0) == 1

@@ -126,7 +126,7 @@ async def test_without_the_store_requests_run_and_resumption_is_lost() -> None:
         assert keyed.status == 200
         refused = await second.post(CHAT, stream, last_event_id=exchange.last_id).whole()
         assert refused.status == 503
-        assert "taken up again now" in refused.json()["error"]["message"]
+        assert "resumed now" in refused.json()["error"]["message"]
         assert (await exchange.whole()).events[-1].endswith("[DONE]")
         assert second.count("kvferry_journal_failures_total", reason="store") >= 1
         together.journals.available = together.leases.available = True

@@ -27,9 +27,9 @@ def test_a_node_that_failed_is_shut_for_a_moment_and_forgotten_once_it_works(clo
     assert not breakers.any
     breakers.node_failed(P1)
     assert breakers.any
-    assert breakers.shut() == ({P1}, set())
+    assert breakers.open() == ({P1}, set())
     clock.now += FIRST
-    assert not breakers.shut().nodes
+    assert not breakers.open().nodes
     breakers.use(P1, D1)
     breakers.node_works(P1)
     assert not breakers.any
@@ -41,15 +41,15 @@ def test_one_at_a_time_tries_and_each_failure_doubles_the_pause(clock: Clock) ->
     pause = FIRST
     for _ in range(8):
         clock.now += pause
-        assert not breakers.shut().nodes
+        assert not breakers.open().nodes
         breakers.use(P1, D1)
-        assert breakers.shut().nodes == {P1}, "the others wait for the one that tries"
+        assert breakers.open().nodes == {P1}, "the others wait for the one that tries"
         breakers.node_failed(P1)
         pause = min(2 * pause, LONGEST)
         clock.now += pause - 0.01
-        assert breakers.shut().nodes == {P1}
+        assert breakers.open().nodes == {P1}
         clock.now += 0.01
-        assert not breakers.shut().nodes
+        assert not breakers.open().nodes
 
 
 def test_attempts_that_were_under_way_as_it_failed_are_one_failure(clock: Clock) -> None:
@@ -58,7 +58,7 @@ def test_attempts_that_were_under_way_as_it_failed_are_one_failure(clock: Clock)
         breakers.node_failed(P1)
         clock.now += 0.01
     clock.now += FIRST
-    assert not breakers.shut().nodes
+    assert not breakers.open().nodes
 
 
 def test_a_try_without_an_outcome_is_followed_by_another(clock: Clock) -> None:
@@ -67,38 +67,38 @@ def test_a_try_without_an_outcome_is_followed_by_another(clock: Clock) -> None:
     clock.now += FIRST
     breakers.use(P1, None)
     clock.now += 2 * FIRST
-    assert not breakers.shut().nodes
+    assert not breakers.open().nodes
 
 
 def test_what_may_be_chance_shuts_only_when_it_happens_again(clock: Clock) -> None:
     breakers = CircuitBreakers(clock)
-    breakers.pair_failed(P1, D1, surely=False)
-    assert not breakers.shut().pairs
-    breakers.pair_failed(P1, D1, surely=False)
-    assert breakers.shut().pairs == {(P1, D1)}
-    breakers.pair_failed(P2, D2, surely=False)
+    breakers.pair_failed(P1, D1, certain=False)
+    assert not breakers.open().pairs
+    breakers.pair_failed(P1, D1, certain=False)
+    assert breakers.open().pairs == {(P1, D1)}
+    breakers.pair_failed(P2, D2, certain=False)
     clock.now += MEMORY_S + 1
-    breakers.pair_failed(P2, D2, surely=False)
-    assert not breakers.shut().pairs
+    breakers.pair_failed(P2, D2, certain=False)
+    assert not breakers.open().pairs
 
 
 def test_who_fails_with_two_is_at_fault_with_all(clock: Clock) -> None:
     breakers = CircuitBreakers(clock)
     breakers.pair_failed(P1, D1)
-    assert breakers.shut() == (set(), {(P1, D1)})
+    assert breakers.open() == (set(), {(P1, D1)})
     breakers.pair_failed(P2, D1)
-    assert (None, D1) in breakers.shut().pairs
-    assert not any(pair[0] in (P1, P2) and pair[1] is None for pair in breakers.shut().pairs)
+    assert (None, D1) in breakers.open().pairs
+    assert not any(pair[0] in (P1, P2) and pair[1] is None for pair in breakers.open().pairs)
     breakers.pair_works(P2, D1)
-    assert breakers.shut().pairs == {(P1, D1)}
+    assert breakers.open().pairs == {(P1, D1)}
 
 
 def test_a_prefill_node_that_reaches_no_decode_node(clock: Clock) -> None:
     breakers = CircuitBreakers(clock)
     breakers.pair_failed(P1, D1)
     breakers.pair_failed(P1, D2)
-    assert (P1, None) in breakers.shut().pairs
-    assert (None, D1) not in breakers.shut().pairs
+    assert (P1, None) in breakers.open().pairs
+    assert (None, D1) not in breakers.open().pairs
 
 
 def test_what_failed_long_ago_is_as_good_as_any(clock: Clock) -> None:
@@ -106,5 +106,5 @@ def test_what_failed_long_ago_is_as_good_as_any(clock: Clock) -> None:
     breakers.node_failed(P1)
     breakers.pair_failed(P1, D1)
     clock.now += MEMORY_S + 1
-    assert not any(breakers.shut())
+    assert not any(breakers.open())
     assert not breakers.any

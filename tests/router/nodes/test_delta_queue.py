@@ -11,7 +11,7 @@ import pytest
 from kvferry.protocol.messages import AttemptFailed, StepFrame, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.nodes.capacity_summary import CapacitySummary
-from kvferry.router.nodes.delta_queue import FEW, MOST_SLICE_S, SLICE_S, DeltaQueue, joined
+from kvferry.router.nodes.delta_queue import MAX_SLICE_S, MIN_SLICE_S, SMALL_FRAME, DeltaQueue, joined
 from kvferry.router.nodes.node_entry import NodeEntry
 from tests.fake_workers import lease_of
 
@@ -72,7 +72,7 @@ async def test_a_router_that_keeps_up_passes_a_small_frame_on_at_once_and_joins_
     listener = Listener(clock)
     entry, queue = entry_of("d1", r=listener), DeltaQueue(clock)
     for index in (1, 5):
-        clock.now += 2 * SLICE_S
+        clock.now += 2 * MIN_SLICE_S
         queue.deal(entry, StepFrame((delta("r", index),)))
         assert listener.heard.pop() == delta("r", index)
         for later in (1, 2):  # frames of the same read
@@ -82,14 +82,14 @@ async def test_a_router_that_keeps_up_passes_a_small_frame_on_at_once_and_joins_
         assert listener.heard.pop() == delta("r", index + 1, index + 1, index + 2)
 
 
-@pytest.mark.parametrize("many", [FEW, FEW + 1])
+@pytest.mark.parametrize("many", [SMALL_FRAME, SMALL_FRAME + 1])
 async def test_a_large_frame_waits_for_a_slice(many: int) -> None:
     clock = Clock()
     listener = Listener(clock)
     entry, queue = entry_of("d1", r=listener), DeltaQueue(clock)
-    clock.now += 2 * SLICE_S
+    clock.now += 2 * MIN_SLICE_S
     queue.deal(entry, StepFrame(tuple(delta("r", index) for index in range(1, many + 1))))
-    assert len(listener.heard) == (many if many <= FEW else 0)
+    assert len(listener.heard) == (many if many <= SMALL_FRAME else 0)
     queue.flush()
 
 
@@ -114,7 +114,7 @@ async def test_what_a_resumed_attempt_sends_first_does_not_wait() -> None:
 
 async def test_tokens_are_passed_on_in_slices_between_which_others_work() -> None:
     clock = Clock()
-    listeners = {f"r{number}": Listener(clock, cost_s=SLICE_S / 4) for number in range(40)}
+    listeners = {f"r{number}": Listener(clock, cost_s=MIN_SLICE_S / 4) for number in range(40)}
     entry, queue = entry_of("d1", **listeners), DeltaQueue(clock)
     queue.deal(entry, StepFrame(tuple(delta(name, 1) for name in listeners)))
     passed = []
@@ -133,7 +133,7 @@ async def test_a_busy_loop_passes_more_on_in_a_slice_but_not_all() -> None:
     clock.now += 10.0
     queue.deal(entry, StepFrame(tuple(delta(name, 1) for name in listeners)))
     await asyncio.sleep(0)
-    assert sum(len(listener.heard) for listener in listeners.values()) == pytest.approx(MOST_SLICE_S / 0.001, abs=1)
+    assert sum(len(listener.heard) for listener in listeners.values()) == pytest.approx(MAX_SLICE_S / 0.001, abs=1)
 
 
 async def test_a_failure_comes_behind_the_tokens_before_it_and_an_end_flushes() -> None:

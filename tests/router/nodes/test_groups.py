@@ -14,7 +14,7 @@ from kvferry.placement.types import TierPrefix
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.nodes.capacity_summary import Part
+from kvferry.router.nodes.capacity_summary import NodeCapacity
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeTable
 from tests.fake_workers import lease_of
@@ -52,11 +52,11 @@ async def test_each_model_has_its_nodes_and_a_room_of_its_own() -> None:
     assert await table.see(*leases) == [{"p1", "d1"}, {"d2"}]
     for entry in table.entries.values():
         entry.opened()
-    first, second = (group.room for group in table.models)
+    first, second = (group.capacity for group in table.models)
     assert (first.total.prefills, first.total.decodes) == (1, 1)
-    assert second.total == Part(0, 1, second.total.spare_blocks, 0, second.total.freed_per_s)
+    assert second.total == NodeCapacity(0, 1, second.total.spare_blocks, 0, second.total.freed_per_s)
     spare = first.total.spare_blocks
-    table.entries[("d2", 1)].promise(0, 10_000, lambda lost: None)
+    table.entries[("d2", 1)].reserve(0, 10_000, lambda lost: None)
     assert "full" in str(second.refusal())
     assert first.total.spare_blocks == spare
     assert first.refusal() is None
@@ -123,11 +123,11 @@ async def test_a_model_whose_nodes_leave_is_named_and_the_other_goes_on() -> Non
     await table.see(one, other)
     table.entries[("d1", 1)].opened()
     assert await table.see(one) == [{"d1"}, set()]
-    refusal = table.models[1].room.refusal()
+    refusal = table.models[1].capacity.refusal()
     assert refusal is not None
     assert (refusal.status, refusal.retry_after) == (503, 2.0)
     assert "'b' has no decode node" in refusal.message
-    assert table.models[0].room.refusal() is None
+    assert table.models[0].capacity.refusal() is None
 
 
 async def test_fingerprints_are_compared_within_a_model() -> None:

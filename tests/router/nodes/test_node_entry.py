@@ -13,7 +13,7 @@ from kvferry.placement.types import Demand
 from kvferry.protocol.errors import KvferryError, NodeLost, NoNodes, Overloaded
 from kvferry.protocol.lease import Load, NodeLease, Rates
 from kvferry.protocol.messages import Deviation, Pulse, StepFrame
-from kvferry.router.nodes.capacity_summary import CapacitySummary, Part
+from kvferry.router.nodes.capacity_summary import CapacitySummary, NodeCapacity
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
 from kvferry.router.nodes.reservations import LEASE_LAG_POLLS, Reservations
 from tests.fake_workers import BLOCK, lease_of
@@ -47,13 +47,13 @@ def test_books_balance(steps: list[tuple[int, bool]], leased: int) -> None:
             own.append(tokens)
             book.add(tokens, 0, 0)
         if roll:
-            book.roll()
+            book.next_poll()
         counted = book.counted(leased, 0, 0)[0]
         assert sum(own) <= counted <= leased + sum(own)
     while own:
         book.add(-own.pop(), 0, 0)
     for _ in range(LEASE_LAG_POLLS + 1):
-        book.roll()
+        book.next_poll()
     assert book.counted(leased, 0, 0)[0] == leased
 
 
@@ -81,7 +81,7 @@ def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]])
         entry, load = entries[i], Load(active_blocks=size, total_blocks=100, waiting_tokens=size)
         match change:
             case "promise":
-                booked[i].append(entry.promise(size, size, ignore))
+                booked[i].append(entry.reserve(size, size, ignore))
             case "settle" if booked[i]:
                 booked[i][-1].settle()
             case "release" if booked[i]:
@@ -104,7 +104,7 @@ def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]])
     assert room.total[:4] == tuple(map(sum, list(zip(*parts, strict=True))[:4]))
     assert room.total.freed_per_s == pytest.approx(sum(part.freed_per_s for part in parts))
     assert room.views == {entry.key: entry.view for entry in entries if entry._grouped and entry.reachable}
-    views = [entry.view for entry, part in zip(entries, parts, strict=True) if part != Part()]
+    views = [entry.view for entry, part in zip(entries, parts, strict=True) if part != NodeCapacity()]
     refused: type[KvferryError] | None = None
     try:
         place(Demand(1, local_only=True), views)
@@ -162,7 +162,7 @@ def test_a_node_is_suspected_while_a_step_or_a_turn_of_its_link_takes_long(
 ) -> None:
     entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
     for name in ("one", "other"):
-        entry.promise(1, 1, ignore, lambda name=name: told.append(name))  # type: ignore[misc]
+        entry.reserve(1, 1, ignore, lambda name=name: told.append(name))  # type: ignore[misc]
     for _ in range(2):
         entry.deal(StepFrame(pulse=pulse))
         assert (entry.suspected, entry.link_suspected) == (suspected, link)
@@ -177,7 +177,7 @@ def test_a_node_is_suspected_while_a_step_or_a_turn_of_its_link_takes_long(
 
 def test_a_node_is_suspected_while_its_stream_is_silent() -> None:
     entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
-    entry.promise(1, 1, ignore, lambda: told.append("suspected"))
+    entry.reserve(1, 1, ignore, lambda: told.append("suspected"))
     entry.pause()
     assert not entry.suspected
     entry.opened()
@@ -191,7 +191,7 @@ def test_a_node_is_suspected_while_its_stream_is_silent() -> None:
 
 def test_requests_of_a_step_that_hangs_leave_and_begin_nothing_beside() -> None:
     entry, told = serving(lease_of("d1", "decode"), CapacitySummary("m")), list[str]()
-    booking = entry.promise(1, 1, lambda error: booking.release(), lambda: told.append("suspected"))
+    booking = entry.reserve(1, 1, lambda error: booking.release(), lambda: told.append("suspected"))
     entry.deal(StepFrame(pulse=Pulse(engine_s=2.5, usual_s=0.1)))
     assert entry.idle
     assert (entry.suspected, entry.reachable, told) == (True, False, [])

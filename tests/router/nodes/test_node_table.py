@@ -12,7 +12,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.lease import IncompatibleLease, Load, NodeLease, Rates
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.nodes.capacity_summary import Part
+from kvferry.router.nodes.capacity_summary import NodeCapacity
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry
 from kvferry.router.nodes.node_table import NodeTable
@@ -84,8 +84,8 @@ async def test_nodes_come_and_go() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
     assert table.ids() == {"p1", "d1", "d2"}
-    table[D2].promise(0, 1, told.append)
-    table[D1].promise(0, 1, fail)
+    table[D2].reserve(0, 1, told.append)
+    table[D1].reserve(0, 1, fail)
     await table.poll(P1, D1)
     assert table.ids() == {"p1", "d1"}
     assert "d2" in str(told[0])
@@ -96,7 +96,7 @@ async def test_nodes_come_and_go() -> None:
 async def test_a_new_epoch_is_another_node() -> None:
     table, told = Table(D1), []
     await table.poll()
-    table[D1].promise(0, 1, told.append)
+    table[D1].reserve(0, 1, told.append)
     await table.poll(replace(D1, epoch=2))
     assert len(told) == 1
     assert ("d1", 1) not in table.entries
@@ -108,7 +108,7 @@ async def test_a_registry_that_went_back_in_time_takes_no_node_whose_stream_flow
     new = replace(D1, epoch=2)
     table, told = Table(new), []
     await table.poll()
-    table[new].promise(0, 1, told.append)
+    table[new].reserve(0, 1, told.append)
     table[new].linked = True
     for _ in range(8):
         await table.poll(D1)
@@ -124,7 +124,7 @@ async def test_a_registry_that_went_back_in_time_takes_no_node_whose_stream_flow
 async def test_draining_is_not_lost() -> None:
     table = Table(D1)
     await table.poll()
-    table[D1].promise(0, 1, fail)
+    table[D1].reserve(0, 1, fail)
     await table.poll(replace(D1, state="draining"))
     assert table.ids() == {"d1"}
     assert (table.count("decode", "ready"), table.count("decode", "draining")) == (0, 1)
@@ -137,7 +137,7 @@ async def test_registry_away_keeps_the_nodes_and_forgets_their_load() -> None:
     table.registry.available = False
     for _ in range(20):
         await table.poll()
-    assert not table.contact.up
+    assert not table.registry_health.up
     assert table.metrics.registry_up._value.get() == 0
     view = table.model.members[0].view
     assert (view.waiting_tokens, view.streams, view.lease.load.free_blocks) == (0, 0, 50)
@@ -168,7 +168,7 @@ async def test_a_registry_that_refuses_is_told_of_once_and_asked_ever_less(caplo
 async def test_registry_that_comes_back_empty_is_not_believed_at_once() -> None:
     table, told = Table(P1, D1, D2), []
     await table.poll()
-    table[D1].promise(0, 1, told.append)
+    table[D1].reserve(0, 1, told.append)
     table.registry.available = False
     await table.poll()
     table.registry.available, table.registry.leases = True, []
@@ -203,7 +203,7 @@ async def test_nodes_of_several_fingerprints_are_all_in_use(caplog: pytest.LogCa
         await table.poll(P1, D1, other(D2, 2))
         assert groups(table) == {"fp": {"p1", "d1"}, "new": {"d2"}}
         assert [table.count("decode", state) for state in ("ready", "incompatible")] == [2, 0]
-        table[D1].promise(0, 1, fail)
+        table[D1].reserve(0, 1, fail)
         await table.poll(P1, D1, other(D2, 2), d3)
         assert groups(table) == {"fp": {"p1", "d1"}, "new": {"d2", "d3"}}
         await table.poll(D1, other(P1, 4), other(D2, 2), d3)
@@ -241,7 +241,7 @@ async def test_a_stream_outranks_the_lease() -> None:
     await table.poll()
     table[D1].opened()
     table[P1].opened()
-    table[D1].promise(0, 1, told.append)
+    table[D1].reserve(0, 1, told.append)
     for _ in range(20):
         await table.poll(P1)
     assert table.ids() == {"p1", "d1"}
@@ -260,16 +260,16 @@ async def test_suspicion_passes() -> None:
     await table.poll()
     table[P1].opened()
     table.suspect(table[P1])
-    assert table.breakers.shut().nodes == {("p1", 1)}
+    assert table.breakers.open().nodes == {("p1", 1)}
     table.clock.now += 2.1
-    assert not table.breakers.shut().nodes
+    assert not table.breakers.open().nodes
 
 
 async def test_bookings_count_at_once_and_once() -> None:
     table = Table(P1, D1)
     await table.poll()
-    prefill = table[P1].promise(500, 0, fail)
-    decode = table[D1].promise(0, 30, fail)
+    prefill = table[P1].reserve(500, 0, fail)
+    decode = table[D1].reserve(0, 30, fail)
 
     def seen(**load: Any) -> tuple[int, int, int]:
         p, d = table[P1].view, table[D1].view
@@ -314,7 +314,7 @@ async def test_a_lease_that_makes_no_sense_is_left_out_and_the_others_are_follow
     await table.poll(replace(good, state="draining"), bad, lease_of("p1", "prefill"))
     table[P1].opened()
     assert table.ids() == {"d1", "p1"}
-    assert table.model.room.total == Part(prefills=1)
+    assert table.model.capacity.total == NodeCapacity(prefills=1)
 
 
 async def test_a_node_whose_lease_makes_no_sense_any_more_stays_as_it_was_known(
@@ -380,11 +380,11 @@ async def test_a_node_that_takes_the_other_role_is_the_same_node_in_the_other_po
     await table.refresh()
     entry = table[P1]
     entry.opened()
-    assert table.model.room.total == Part(prefills=1)
+    assert table.model.capacity.total == NodeCapacity(prefills=1)
     await table.poll(replace(P1, role="decode"), D1)
     assert table[P1] is entry
     assert table.changes == 2
     assert (table.count("prefill", "ready"), table.count("decode", "ready")) == (0, 2)
-    assert (table.model.room.total.prefills, table.model.room.total.decodes) == (0, 1)
+    assert (table.model.capacity.total.prefills, table.model.capacity.total.decodes) == (0, 1)
     await table.poll(P1, D1)
-    assert (table.model.room.total.prefills, table.model.room.total.decodes) == (1, 0)
+    assert (table.model.capacity.total.prefills, table.model.capacity.total.decodes) == (1, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
-from kvferry.router.nodes.quarantine import MOST, WITHIN_S, Quarantine
+from kvferry.router.nodes.quarantine import CORRUPT_SHIPS, WITHIN_S, Quarantine
 from tests.fake_workers import PROMPT, Bench, collect, decode, expected, first_token, ids, prefill
 from tests.waiting import until
 
@@ -24,15 +24,15 @@ class Clock:
 def test_a_pair_is_shut_at_the_third_corrupt_ship_and_open_again_after_its_time() -> None:
     clock, begun = Clock(), []
     quarantine = Quarantine(clock, lambda: begun.append(1))
-    for _ in range(MOST - 1):
+    for _ in range(CORRUPT_SHIPS - 1):
         quarantine.corrupt(P1, D1)
         assert not quarantine
     quarantine.corrupt(P1, D1)
     quarantine.corrupt(P1, D1)
-    assert quarantine.shut() == {(P1, D1)}
+    assert quarantine.open() == {(P1, D1)}
     assert len(begun) == 1
     clock.now += WITHIN_S + 1
-    assert not quarantine.shut()
+    assert not quarantine.open()
     assert not quarantine
     quarantine.corrupt(P1, D1)
     assert not quarantine, "what was long ago does not count"
@@ -43,21 +43,21 @@ def test_who_has_it_with_two_others_is_shut_for_all() -> None:
     quarantine.corrupt(P1, D1)
     quarantine.corrupt(P2, D1)
     quarantine.corrupt(P2, D1)
-    assert quarantine.shut() == {(None, D1)}
+    assert quarantine.open() == {(None, D1)}
     other = Quarantine(Clock())
     for node in (D1, D2, D2):
         other.corrupt(P1, node)
-    assert other.shut() == {(P1, None)}
+    assert other.open() == {(P1, None)}
 
 
 def test_what_works_does_not_end_it() -> None:
     breakers = CircuitBreakers(Clock())
-    for _ in range(MOST):
-        breakers.pair_failed(P1, D1, surely=False)
+    for _ in range(CORRUPT_SHIPS):
+        breakers.pair_failed(P1, D1, certain=False)
         breakers.quarantine.corrupt(P1, D1)
         breakers.pair_works(P1, D1)
     assert breakers.any
-    assert breakers.shut().pairs == {(P1, D1)}
+    assert breakers.open().pairs == {(P1, D1)}
 
 
 async def test_requests_over_a_corrupting_pair_are_right_and_then_go_elsewhere() -> None:
@@ -67,7 +67,7 @@ async def test_requests_over_a_corrupting_pair_are_right_and_then_go_elsewhere()
         yield AttemptFailed(request.job.request_id, request.job.attempt, "blocks_corrupt", "scripted")
 
     async with Bench([prefill(prefill_script=corrupting), decode()]) as bench:
-        for _ in range(MOST + 2):
+        for _ in range(CORRUPT_SHIPS + 2):
             assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
             bench.nodes.breakers._pairs.forget((P1, D1))
         assert bench.metrics.quarantines._value.get() == 1
@@ -79,11 +79,11 @@ async def test_requests_over_a_corrupting_pair_are_right_and_then_go_elsewhere()
 async def test_requests_leave_a_node_whose_ships_are_not_what_others_compute() -> None:
     async with Bench([prefill(), decode()]) as bench:
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
-        for number in range(MOST):
+        for number in range(CORRUPT_SHIPS):
             assert not bench.nodes.breakers.quarantine
             bench["d1"]._queues["router-test"].put_nowait(StepFrame(deviations=(Deviation(f"r{number}", P1),)))
             await until(lambda count=number + 1: len(bench.nodes.breakers.quarantine._seen) == count)
-        assert bench.nodes.breakers.shut().pairs == {(P1, D1)}
+        assert bench.nodes.breakers.open().pairs == {(P1, D1)}
         tried = len(bench["p1"].prefills)
         assert ids(await collect(bench.start(6))) == expected(PROMPT, 6)
         assert len(bench["p1"].prefills) == tried

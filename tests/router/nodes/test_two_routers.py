@@ -32,7 +32,7 @@ def serve(model: ModelCluster, running: Counter[str], node: str = "") -> str:
     chosen = model.place(Demand(100), {}).decode
     assert chosen
     name = node or chosen.node_id
-    model.nodes.entries[name, 1].promise(100, 7, lambda error: None).settle()
+    model.nodes.entries[name, 1].reserve(100, 7, lambda error: None).settle()
     running[name] += 1
     return name
 

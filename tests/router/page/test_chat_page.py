@@ -153,7 +153,7 @@ class BreakingOnce:
         await self._app(scope, receive, told)
 
     async def _write(self) -> None:
-        async with self._journals.kept():
+        async with self._journals.running():
             await asyncio.Event().wait()
 
 

@@ -65,7 +65,7 @@ async def alive(at: Api) -> AsyncIterator[None]:
     """The router renews its lease and takes over what others left."""
     async with at.batches:
         await asyncio.sleep(0)
-        async with ownership(at).kept():
+        async with ownership(at).running():
             yield
 
 
