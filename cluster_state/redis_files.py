@@ -71,7 +71,7 @@ class FilesClient:
             await answered(self.client, self.client.delete(*keys), self.limit_s)
 
 
-def place_of(tenant: str) -> str:
+def tenant_key(tenant: str) -> str:
     """Return the hash of the tenant's name that its keys contain."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
@@ -158,7 +158,7 @@ class RedisFiles:
         """Stop counting the bytes of the rows with this id."""
         await self._forget.run(self._keys(where), [counted])
 
-    async def room(self, where: str) -> int:
+    async def remaining(self, where: str) -> int:
         """Return the number of bytes that the tenant may still use."""
         return max(0, self._limit - int(await self._used.run(self._keys(where), [self._ttl_ms, _ARRIVAL_MS])))
 

@@ -15,6 +15,7 @@ from kvferry.protocol.errors import NotFound
 ENDED = ("completed", "failed", "cancelled", "expired")
 """Final states of a batch."""
 WINDOW_S = 24 * 3600
+"""Time within which a batch must end, in seconds."""
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 
 
@@ -65,9 +66,9 @@ class Batch:
 
     def shown(self) -> dict[str, Any]:
         """Return the batch as the API shows it."""
-        told = {"object": "batch", **asdict(self)}
-        del told["tenant"]
-        return told
+        fields = {"object": "batch", **asdict(self)}
+        del fields["tenant"]
+        return fields
 
     def record(self) -> str:
         """Return the batch as JSON, as it is stored."""
@@ -79,11 +80,11 @@ class Batch:
         return cls(**json.loads(record))
 
     def file_id(self, *, ok: bool) -> str:
-        """Return the id of its output file, or of its error file; it is the same for each holder."""
+        """Return the id of the output file if `ok`, else of the error file; it is the same for each holder."""
         return "file-" + hashlib.sha256(f"{self.id}/{'output' if ok else 'errors'}".encode()).hexdigest()[:32]
 
     def file_name(self, *, ok: bool) -> str:
-        """Return the name of that file."""
+        """Return the name of the output file if `ok`, else of the error file."""
         return f"{self.id}_{'output' if ok else 'error'}.jsonl"
 
 
@@ -94,5 +95,5 @@ def check_batch_id(batch_id: str) -> None:
 
 
 def no_batch(batch_id: str) -> NotFound:
-    """Return the API's error for a batch that is not there."""
+    """Return the API's error for an unknown batch."""
     return NotFound(f"there is no batch {batch_id!r}", param="batch_id")

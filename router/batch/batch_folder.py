@@ -1,12 +1,12 @@
-"""BatchFolder: a tenant's batches on disk: records, numbered holders, locks and cancel marks. Its methods block.
+"""BatchFolder: a tenant's batches on disk, with records, numbered holders, locks and cancel marks. Its methods block.
 
 <id>/batch.json      the batch as it was created
-<id>/cancel          exists if it is to be cancelled
-<id>/lock            is locked by the process that runs it, where routers have no leases
-<id>/owner-<n>/      what the holder with number n wrote: output.jsonl, errors.jsonl; and batch.json, the batch with the
-                     bytes that count of what earlier holders wrote
+<id>/cancel          exists if cancellation was requested
+<id>/lock            file lock of the process that runs the batch, if routers have no leases
+<id>/owner-<n>/      files of the holder with number n: output.jsonl, errors.jsonl, and batch.json, the batch with the
+                     valid bytes of earlier holders' files
 
-The highest number holds the batch. What an earlier holder writes afterwards is past the bytes that count."""
+The highest number holds the batch. Later writes of an earlier holder are past the valid bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvferry.runtime.private_files import make_private_folder, private, write_wh
 
 _OWNER = re.compile(r"owner-(\d{1,9})")
 Earlier = dict[str, list[tuple[int, int]]]
-"""Name of a file with answers → numbers of earlier holders, in order, with the bytes of their files that count."""
+"""Name of a file with answers → numbers of earlier holders, in order, with the valid bytes of their files."""
 
 
 class BatchFolder:
@@ -46,8 +46,8 @@ class BatchFolder:
 
     def save(self, batch: Batch, owner: int = 0, earlier: Earlier | None = None) -> None:
         """Save the batch atomically."""
-        told = batch.record() if earlier is None else json.dumps({**asdict(batch), "earlier": earlier})
-        write_whole(self.folder(batch.id, owner) / "batch.json", told)
+        text = batch.record() if earlier is None else json.dumps({**asdict(batch), "earlier": earlier})
+        write_whole(self.folder(batch.id, owner) / "batch.json", text)
 
     def get(self, batch_id: str) -> Batch:
         """Return a batch as last saved, or as cancelling if that was requested; raise NotFound."""
@@ -58,12 +58,12 @@ class BatchFolder:
         return batch
 
     def saved(self, batch_id: str) -> tuple[Batch, int, Earlier]:
-        """Return a batch as its last holder saved it, that holder's number and what counts; raise NotFound."""
+        """Return a batch as its last holder saved it, that holder's number and the valid bytes; raise NotFound."""
         for owner in (*self.owners(batch_id), 0):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                told = json.loads((self.folder(batch_id, owner) / "batch.json").read_bytes())
-                earlier = told.pop("earlier", {}) if isinstance(told, dict) else {}
-                return Batch(**told), owner, earlier
+                record = json.loads((self.folder(batch_id, owner) / "batch.json").read_bytes())
+                earlier = record.pop("earlier", {}) if isinstance(record, dict) else {}
+                return Batch(**record), owner, earlier
         raise no_batch(batch_id)
 
     def owners(self, batch_id: str) -> list[int]:
@@ -98,7 +98,7 @@ class BatchFolder:
         return (self.folder(batch_id) / "cancel").exists()
 
     def lock(self, batch_id: str) -> IO[bytes] | None:
-        """Lock the batch until the returned file is closed or the process ends; None if another holder has it."""
+        """Lock the batch until the returned file is closed or the process ends; None if another process has locked it."""
         path = str(self.folder(batch_id) / "lock")
         lock = os.fdopen(private(path, os.O_WRONLY | os.O_CREAT), "wb")
         try:

@@ -17,7 +17,7 @@ from kvferry.router.batch.disk_threads import on_disk
 from kvferry.router.batch.files import FileStore, Readable, StoredFile, tenant_folder, tenant_folders
 from kvferry.router.batch.held_folder import HeldFolder, hold
 from kvferry.router.batch.rows import Row
-from kvferry.router.batch.stores import PIECE, Place
+from kvferry.router.batch.stores import PIECE, BatchKey
 from kvferry.runtime.private_files import make_private, make_private_folder, write_whole
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class DiskFiles:
     async def delete(self, file_id: str) -> None:
         await on_disk(self._tenant, self.store.delete, file_id)
 
-    async def room(self) -> int:
-        return await on_disk(self._tenant, self.store.room)
+    async def remaining(self) -> int:
+        return await on_disk(self._tenant, self.store.remaining)
 
     async def _pieces(self, file: BinaryIO) -> AsyncIterator[bytes]:
         with file:
@@ -107,7 +107,7 @@ class DiskHeld:
     async def clear(self) -> None:
         await on_disk(self._tenant, self._held.clear)
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         self._held.close()
 
 
@@ -120,7 +120,7 @@ class DiskStore:
     def __init__(self, root: Path, limit: int, *, locks: bool) -> None:
         self.root, self._limit, self._locks = root, limit, locks
         self.kind = "batch"
-        self._ended: set[Place] = set()
+        self._ended: set[BatchKey] = set()
         self._prepared: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
@@ -134,16 +134,16 @@ class DiskStore:
     def batches(self, tenant: str) -> DiskBatches:
         return DiskBatches(BatchFolder(self.root / tenant_folder(tenant)), tenant)
 
-    def place(self, batch: Batch) -> Place:
-        return Place(tenant_folder(batch.tenant), batch.id)
+    def key(self, batch: Batch) -> BatchKey:
+        return BatchKey(tenant_folder(batch.tenant), batch.id)
 
-    async def unfinished(self) -> list[Place]:
+    async def unfinished(self) -> list[BatchKey]:
         return await on_disk("", self._unfinished)
 
-    async def hold(self, place: Place) -> DiskHeld | None:
-        folder = BatchFolder(self.root / place.where)
+    async def hold(self, key: BatchKey) -> DiskHeld | None:
+        folder = BatchFolder(self.root / key.where)
         try:
-            held = await on_disk(place.where, hold, folder, place.batch_id, locks=self._locks)
+            held = await on_disk(key.where, hold, folder, key.batch_id, locks=self._locks)
         except NotFound:
             return None
         return None if held is None else DiskHeld(held, FileStore(self.root, held.batch.tenant, self._limit))
@@ -152,30 +152,30 @@ class DiskStore:
         """Do nothing."""
 
     def _prepare(self) -> None:
-        """Close the directory to other users, and read or choose its name among the cluster's stores."""
+        """Make the directory private, and read or choose its name among the cluster's stores."""
         make_private(self.root)
         if self._locks:
             return
-        told = self.root / "store-id"
+        id_file = self.root / "store-id"
         try:
             make_private_folder(self.root)
-            if not told.exists():
-                chosen = told.with_name(f"store-id.{uuid.uuid4().hex}")
-                write_whole(chosen, uuid.uuid4().hex)
+            if not id_file.exists():
+                candidate = id_file.with_name(f"store-id.{uuid.uuid4().hex}")
+                write_whole(candidate, uuid.uuid4().hex)
                 with contextlib.suppress(FileExistsError):
-                    told.hardlink_to(chosen)  # the first of several routers names it
-                chosen.unlink()
-            self.kind = f"batch-{told.read_text()}"
+                    id_file.hardlink_to(candidate)  # the first of several routers chooses the name
+                candidate.unlink()
+            self.kind = f"batch-{id_file.read_text()}"
         except OSError as error:
             log.warning("batches of routers that died are not taken over: %s; --data-dir says where", error)
             self.kind = f"batch-{uuid.uuid4().hex}"
 
-    def _unfinished(self) -> list[Place]:
-        places = list[Place]()
+    def _unfinished(self) -> list[BatchKey]:
+        keys = list[BatchKey]()
         for tenant in tenant_folders(self.root):
             folder = BatchFolder(tenant)
-            for place in (Place(tenant.name, batch_id) for batch_id in folder.ids()):
-                if place not in self._ended:
+            for key in (BatchKey(tenant.name, batch_id) for batch_id in folder.ids()):
+                if key not in self._ended:
                     with contextlib.suppress(NotFound):
-                        (self._ended.add if folder.get(place.batch_id).status in ENDED else places.append)(place)
-        return places
+                        (self._ended.add if folder.get(key.batch_id).status in ENDED else keys.append)(key)
+        return keys

@@ -26,8 +26,8 @@ from kvferry.runtime.private_files import make_private_folder, private, write_wh
 log = logging.getLogger(__name__)
 PURPOSES = ("batch", "batch_output")
 """Purposes of files: batch inputs and outputs."""
-MOST = 10_000
-"""Largest number of files per tenant."""
+MAX_FILES = 10_000
+"""Maximum number of files per tenant."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
@@ -95,24 +95,24 @@ class FileStore:
         self._limit = limit
 
     def add(self, content: Readable, filename: str, purpose: str, file_id: str = "") -> StoredFile:
-        """Store the rest of `content` as a file; return the file with this id if it is already there.
+        """Store the rest of `content` as a file; return the file with this id if it exists already.
 
-        Raises RequestTooLarge if the tenant's limit is exceeded, and DiskFailed; both leave nothing behind."""
+        Raises RequestTooLarge if the tenant's limit is exceeded, and DiskFailed; both leave no file behind."""
         own = uuid.uuid4().hex
         file_id = file_id or f"file-{own}"
         try:
             make_private_folder(self.folder)
-            partly = self.folder / f"file-{own}.part"
+            partial_path = self.folder / f"file-{own}.part"
             try:
-                with open(partly, "wb", opener=private) as out:
+                with open(partial_path, "wb", opener=private) as out:
                     shutil.copyfileobj(cast("BinaryIO", content), out, 2**20)
-                with self._counting():
+                with self._locked():
                     if known := self._read(self._description(file_id)):
                         return known
-                    size = partly.stat().st_size
-                    self._check_room(size)
+                    size = partial_path.stat().st_size
+                    self._check_limit(size)
                     stored = StoredFile(file_id, size, int(time.time()), filename[:255], purpose)
-                    partly.rename(self._content(file_id))
+                    partial_path.rename(self._content(file_id))
                     try:
                         write_whole(self._description(file_id), stored.record())
                     except OSError:
@@ -120,7 +120,7 @@ class FileStore:
                         raise
                 return stored
             finally:
-                partly.unlink(missing_ok=True)
+                partial_path.unlink(missing_ok=True)
         except OSError as error:
             raise disk_failed("the file cannot be stored", error) from error
 
@@ -156,8 +156,8 @@ class FileStore:
         self._content(file_id).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Lock the folder while the size is checked and taken, across threads and processes."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the folder against other threads and processes."""
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
@@ -165,19 +165,19 @@ class FileStore:
         finally:
             os.close(folder)
 
-    def room(self) -> int:
-        """Return the bytes that are left of the tenant's limit."""
-        return max(0, self._left(self.all()))
+    def remaining(self) -> int:
+        """Return the remaining bytes of the tenant's limit."""
+        return max(0, self._remaining(self.all()))
 
-    def _left(self, known: Iterable[StoredFile]) -> int:
+    def _remaining(self, known: Iterable[StoredFile]) -> int:
         return self._limit - sum(file.bytes for file in known)
 
-    def _check_room(self, size: int) -> None:
+    def _check_limit(self, size: int) -> None:
         known = self.all()
-        room = self._left(known)
-        if size > room:
-            raise too_large(size, room, self._limit)
-        if len(known) >= MOST:
+        remaining = self._remaining(known)
+        if size > remaining:
+            raise too_large(size, remaining, self._limit)
+        if len(known) >= MAX_FILES:
             raise too_many(len(known))
 
     def _content(self, file_id: str) -> Path:
@@ -206,21 +206,20 @@ def check_file_id(file_id: str, param: str = "file_id") -> None:
 
 
 def no_file(file_id: str, param: str = "file_id") -> NotFound:
-    """Return the API's error for a file that is not there."""
+    """Return the API's error for an unknown file."""
     return NotFound(f"there is no file {file_id!r}", param=param)
 
 
-def too_large(size: int, room: int, limit: int) -> RequestTooLarge:
-    """Return the API's error for a file that exceeds the bytes left to its tenant."""
-    message = (
-        f"file: its {size} bytes do not fit into the {max(room, 0)} left of {limit}; delete files that are not needed"
-    )
+def too_large(size: int, remaining: int, limit: int) -> RequestTooLarge:
+    """Return the API's error for a file that exceeds its tenant's remaining bytes."""
+    left = max(remaining, 0)
+    message = f"file: its {size} bytes do not fit into the {left} left of {limit}; delete files that are not needed"
     return RequestTooLarge(message, param="file")
 
 
 def too_many(known: int) -> RequestTooLarge:
     """Return the API's error for one more file than a tenant may have."""
-    message = f"file: {known} files are stored, the limit is {MOST}; delete files that are not needed"
+    message = f"file: {known} files are stored, the limit is {MAX_FILES}; delete files that are not needed"
     return RequestTooLarge(message, param="file")
 
 

@@ -14,14 +14,14 @@ from kvferry.router.batch.files import FileStore
 from kvferry.router.batch.stores import LostBatch
 from kvferry.runtime.private_files import private
 
-NAMES = {True: "output.jsonl", False: "errors.jsonl"}
+FILE_NAMES = {True: "output.jsonl", False: "errors.jsonl"}
 """Names of the files with the answers of rows that succeeded, and of rows that failed."""
 
 
 class HeldFolder:
     """One holder's view of a batch: `batch`, ids of answered rows, and its own files after those of earlier holders.
 
-    lock: closed with the folder; None where leases say who may hold a batch."""
+    lock: closed with the folder; None if leases decide which router may hold a batch."""
 
     def __init__(self, folder: BatchFolder, batch: Batch, owner: int, lock: IO[bytes] | None) -> None:
         self.batch, self.done = batch, set[str]()
@@ -30,8 +30,8 @@ class HeldFolder:
 
     def take(self, previous: int, earlier: Earlier) -> None:
         """Continue after the previous holder's answers, and save the batch under this holder's number."""
-        for ok, name in NAMES.items():
-            own = (previous, whole_lines(self._path(previous, name)))
+        for ok, name in FILE_NAMES.items():
+            own = (previous, complete_bytes(self._path(previous, name)))
             self._earlier[name] = [*((owner, size) for owner, size in earlier.get(name, ())), own]
             found = set[str]()
             for owner, size in self._earlier[name]:
@@ -46,7 +46,7 @@ class HeldFolder:
         self._folder.save(self.batch, self._owner, self._earlier)
 
     def check(self) -> bool:
-        """Return whether the batch is to be cancelled; raise LostBatch if another process holds it."""
+        """Return whether cancellation was requested; raise LostBatch if another process holds the batch."""
         if self._folder.owners(self.batch.id)[:1] != [self._owner]:
             raise LostBatch
         return self._folder.cancelling(self.batch.id)
@@ -54,15 +54,15 @@ class HeldFolder:
     def append(self, custom_id: str, line: bytes, *, ok: bool) -> None:
         """Write an answer; raise LostBatch or OSError."""
         self.check()
-        with open(self._path(self._owner, NAMES[ok]), "ab", opener=private) as out:
+        with open(self._path(self._owner, FILE_NAMES[ok]), "ab", opener=private) as out:
             out.write(line)
         self.done.add(custom_id)
 
     def publish(self, files: FileStore, *, ok: bool) -> str | None:
         """Store the answers as a file, unless that was done, and return its id; None without answers."""
         self.check()
-        parts = [(self._path(owner, NAMES[ok]), size) for owner, size in self._earlier[NAMES[ok]] if size]
-        own = self._path(self._owner, NAMES[ok])
+        parts = [(self._path(owner, FILE_NAMES[ok]), size) for owner, size in self._earlier[FILE_NAMES[ok]] if size]
+        own = self._path(self._owner, FILE_NAMES[ok])
         if own.exists():
             parts.append((own, own.stat().st_size))
         if not parts:
@@ -74,7 +74,7 @@ class HeldFolder:
     def clear(self) -> None:
         """Delete the answers of all holders."""
         for owner in (*self._folder.owners(self.batch.id), 0):
-            for name in NAMES.values():
+            for name in FILE_NAMES.values():
                 self._path(owner, name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -87,9 +87,9 @@ class HeldFolder:
 
 
 def hold(folder: BatchFolder, batch_id: str, *, locks: bool) -> HeldFolder | None:
-    """Hold a batch under the next number; None if another does, or if it has ended.
+    """Hold a batch under the next number; None if another process holds it, or if it has ended.
 
-    locks: also take a file lock; None if a process has it. Raises NotFound or OSError."""
+    locks: also take a file lock; None if another process has it. Raises NotFound or OSError."""
     batch, *_ = folder.saved(batch_id)
     if batch.status in ENDED:
         return None
@@ -122,20 +122,20 @@ class Joined:
     """Readable concatenation of the first bytes of several files."""
 
     def __init__(self, parts: list[tuple[Path, int]]) -> None:
-        self._parts, self._left = iter(parts), 0
+        self._parts, self._remaining = iter(parts), 0
         self._file: IO[bytes] | None = None
 
     def read(self, size: int) -> bytes:
         """Return up to `size` bytes; none at the end."""
-        while not self._left:
+        while not self._remaining:
             self.__exit__()
-            path, self._left = next(self._parts, (None, 0))
+            path, self._remaining = next(self._parts, (None, 0))
             if path is None:
                 return b""
             self._file = path.open("rb")
         assert self._file is not None
-        piece = self._file.read(min(size, self._left))
-        self._left -= len(piece)
+        piece = self._file.read(min(size, self._remaining))
+        self._remaining -= len(piece)
         if not piece:
             raise OSError("answers are missing")
         return piece
@@ -148,7 +148,7 @@ class Joined:
             self._file.close()
 
 
-def whole_lines(path: Path) -> int:
+def complete_bytes(path: Path) -> int:
     """Return the bytes of the answers in a file, up to the first truncated line."""
     return sum(size for _, size in _lines(path))
 

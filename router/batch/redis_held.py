@@ -17,13 +17,13 @@ from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.router.batch.batch import ENDED, Batch
 from kvferry.router.batch.files import StoredFile, no_file, read_file, too_large, too_many
 from kvferry.router.batch.rows import MAX_ROWS, Row
-from kvferry.router.batch.stores import LostBatch, Place
+from kvferry.router.batch.stores import BatchKey, LostBatch
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
-"""Shortest and longest pause between two tries while Redis is away, in seconds."""
+FIRST_WAIT_S, MAX_WAIT_S = 0.1, 2.0
+"""Shortest and longest pause between two tries while Redis does not answer, in seconds."""
 R = TypeVar("R")
 
 
@@ -39,19 +39,19 @@ class RedisParts:
 
 
 class RedisHeld:
-    """A batch that this process holds under a number. Implements stores.HeldBatch.
+    """Batch that this process holds under a number. Implements stores.HeldBatch.
 
-    While Redis is away, calls wait; so do the rows whose answers they write."""
+    While Redis does not answer, calls wait, and so do the rows whose answers they write."""
 
-    def __init__(self, parts: RedisParts, place: Place, batch: Batch, fence: int) -> None:
-        self.batch, self._parts, self._place, self._fence = batch, parts, place, fence
+    def __init__(self, parts: RedisParts, key: BatchKey, batch: Batch, fence: int) -> None:
+        self.batch, self._parts, self._key, self._fence = batch, parts, key, fence
         self._answered: dict[int, Answered] = {}
-        self._away = RateLimitedLog(log)
+        self._warnings = RateLimitedLog(log)
 
     async def take(self) -> None:
-        """Read which rows are answered. Raises RegistryUnavailable."""
+        """Read which rows have answers. Raises RegistryUnavailable."""
         for shard in range(-(-self._rows() // ROWS)):
-            self._answered |= await self._parts.rows.rows(*self._place, shard)
+            self._answered |= await self._parts.rows.rows(*self._key, shard)
         counts = self.batch.request_counts
         counts["completed"] = sum(row.ok for row in self._answered.values())
         counts["failed"] = len(self._answered) - counts["completed"]
@@ -60,7 +60,7 @@ class RedisHeld:
         return row.number in self._answered
 
     async def cancelling(self) -> bool:
-        holds, cancel = await self._patiently(lambda: self._parts.batches.holding(*self._place, self._fence))
+        holds, cancel = await self._retried(lambda: self._parts.batches.holding(*self._key, self._fence))
         if not holds:
             raise LostBatch
         return cancel
@@ -68,12 +68,12 @@ class RedisHeld:
     async def save(self) -> None:
         record, ended = self.batch.record().encode(), self.batch.status in ENDED
         save = self._parts.batches.save
-        if not await self._patiently(lambda: save(*self._place, self._fence, record, ended=ended)):
+        if not await self._retried(lambda: save(*self._key, self._fence, record, ended=ended)):
             raise LostBatch
 
     async def input(self) -> AsyncIterator[bytes]:
-        where, file_id = self._place.where, self.batch.input_file_id
-        record = await self._patiently(lambda: self._parts.files.record(where, file_id))
+        where, file_id = self._key.where, self.batch.input_file_id
+        record = await self._retried(lambda: self._parts.files.record(where, file_id))
         stored = None if record is None else read_file(record)
         if stored is None:
             raise no_file(file_id, "input_file_id")
@@ -81,7 +81,7 @@ class RedisHeld:
 
     async def write(self, row: Row, line: bytes, *, ok: bool) -> None:
         write = self._parts.rows.write
-        result = await self._patiently(lambda: write(*self._place, self._fence, row.number, line, ok=ok))
+        result = await self._retried(lambda: write(*self._key, self._fence, row.number, line, ok=ok))
         if result == "lost":
             raise LostBatch
         if result == "full":
@@ -91,20 +91,20 @@ class RedisHeld:
     async def publish(self, *, ok: bool) -> str | None:
         await self.cancelling()
         rows = {number: row for number, row in sorted(self._answered.items()) if row.ok == ok}
-        return await self._patiently(lambda: self._publish(rows, ok=ok)) if rows else None
+        return await self._retried(lambda: self._publish(rows, ok=ok)) if rows else None
 
     async def clear(self) -> None:
-        await self._patiently(lambda: self._parts.rows.clear(*self._place, self._rows()))
+        await self._retried(lambda: self._parts.rows.clear(*self._key, self._rows()))
         for ok in (True, False):
             counted = rows_id(self.batch.id, ok=ok)
-            await self._patiently(partial(self._parts.files.release, self._place.where, counted))
+            await self._retried(partial(self._parts.files.release, self._key.where, counted))
 
-    async def let_go(self) -> None:
-        """Do nothing: the next holder needs no consent."""
+    async def release(self) -> None:
+        """Do nothing, since the next holder fences this one."""
 
     async def _publish(self, rows: dict[int, Answered], *, ok: bool) -> str:
-        """Copy answers into a file, unless another run did; then they no longer count as answers."""
-        where, counted = self._place.where, rows_id(self.batch.id, ok=ok)
+        """Copy answers into a file, unless another run did; they then count as a file, not as answers."""
+        where, counted = self._key.where, rows_id(self.batch.id, ok=ok)
         file_id, size, now = self.batch.file_id(ok=ok), sum(row.bytes for row in rows.values()), int(time.time())
         files = self._parts.files
         reserved = await files.reserve(where, file_id, size, counted)
@@ -116,7 +116,7 @@ class RedisHeld:
             return file_id
         written, waiting = 0, bytearray()
         for fields in _groups(rows):
-            waiting += await self._parts.rows.pieces(*self._place, fields[0][0] // ROWS, fields)
+            waiting += await self._parts.rows.pieces(*self._key, fields[0][0] // ROWS, fields)
             while len(waiting) >= CHUNK:
                 await files.write(where, file_id, written, bytes(waiting[:CHUNK]))
                 del waiting[:CHUNK]
@@ -131,21 +131,21 @@ class RedisHeld:
 
     async def _input(self, stored: StoredFile) -> AsyncIterator[bytes]:
         for number in range(-(-stored.bytes // CHUNK)):
-            piece = await self._patiently(partial(self._parts.files.piece, self._place.where, stored.id, number))
+            piece = await self._retried(partial(self._parts.files.piece, self._key.where, stored.id, number))
             if piece is None:
                 raise no_file(stored.id, "input_file_id")
             yield piece
 
-    async def _patiently(self, call: Callable[[], Awaitable[R]]) -> R:
+    async def _retried(self, call: Callable[[], Awaitable[R]]) -> R:
         """Call again until Redis answers."""
-        wait = FIRST_WAIT_S
+        wait_s = FIRST_WAIT_S
         while True:
             try:
                 return await call()
             except RegistryUnavailable as error:
-                self._away.warning("%s waits for Redis: %s", self.batch.id, error)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
+                self._warnings.warning("%s waits for Redis: %s", self.batch.id, error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     def _rows(self) -> int:
         """Return how many rows may have answers."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.cluster_state.redis_batch_rows import RedisBatchRows
 from kvferry.cluster_state.redis_batches import RedisBatches
-from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, place_of
+from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, tenant_key
 from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.settings import RouterSettings
@@ -21,7 +21,7 @@ from kvferry.router.batch import files
 from kvferry.router.batch.batch import ENDED, Batch, check_batch_id, no_batch
 from kvferry.router.batch.files import Readable, StoredFile, check_file_id, no_file, read_file, too_large, too_many
 from kvferry.router.batch.redis_held import RedisHeld, RedisParts
-from kvferry.router.batch.stores import Place
+from kvferry.router.batch.stores import BatchKey
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class RedisTenantFiles:
 
     def __init__(self, parts: RedisParts, tenant: str) -> None:
         self._files, self._ttl_s, self._limit = parts.files, parts.ttl_s, parts.limit
-        self._where = place_of(tenant)
+        self._where = tenant_key(tenant)
 
     async def add(self, content: Readable, filename: str, purpose: str) -> StoredFile:
         size = await asyncio.to_thread(_size, content)
         now, file_id = int(time.time()), f"file-{uuid.uuid4().hex}"
         stored = StoredFile(file_id, size, now, filename[:255], purpose, int(now + self._ttl_s))
-        with reachable():
+        with explained():
             await self._reserve(file_id, size)
             try:
                 for number in range(-(-size // CHUNK)):
@@ -51,14 +51,14 @@ class RedisTenantFiles:
         return stored
 
     async def all(self) -> list[StoredFile]:
-        with reachable():
+        with explained():
             found = [read_file(record) for record in await self._files.records(self._where)]
         known = [file for file in found if file is not None]
         return sorted(known, key=lambda file: (file.created_at, file.id), reverse=True)
 
     async def get(self, file_id: str, param: str = "file_id") -> StoredFile:
         check_file_id(file_id, param)
-        with reachable():
+        with explained():
             record = await self._files.record(self._where, file_id)
         stored = None if record is None else read_file(record)
         if stored is None:
@@ -71,12 +71,12 @@ class RedisTenantFiles:
 
     async def delete(self, file_id: str) -> None:
         stored = await self.get(file_id)
-        with reachable():
+        with explained():
             await self._files.delete(self._where, file_id, -(-stored.bytes // CHUNK))
 
-    async def room(self) -> int:
-        with reachable():
-            return await self._files.room(self._where)
+    async def remaining(self) -> int:
+        with explained():
+            return await self._files.remaining(self._where)
 
     async def _reserve(self, file_id: str, size: int) -> None:
         reserved = await self._files.reserve(self._where, file_id, size)
@@ -97,15 +97,15 @@ class RedisTenantBatches:
     """Batches of one tenant. Implements stores.TenantBatches."""
 
     def __init__(self, batches: RedisBatches, tenant: str) -> None:
-        self._batches, self._where = batches, place_of(tenant)
+        self._batches, self._where = batches, tenant_key(tenant)
 
     async def create(self, batch: Batch) -> None:
-        with reachable():
+        with explained():
             await self._batches.create(self._where, batch.id, batch.record().encode())
 
     async def get(self, batch_id: str) -> Batch:
         check_batch_id(batch_id)
-        with reachable():
+        with explained():
             found = await self._batches.get(self._where, batch_id)
         if found is None:
             raise no_batch(batch_id)
@@ -119,7 +119,7 @@ class RedisTenantBatches:
 
     async def all(self) -> list[Batch]:
         found = []
-        with reachable():
+        with explained():
             for record, cancel in await self._batches.all(self._where):
                 with contextlib.suppress(ValueError, TypeError):
                     batch = Batch.of_record(record)
@@ -129,11 +129,11 @@ class RedisTenantBatches:
         return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     async def forget(self, batch_id: str) -> None:
-        with reachable():
+        with explained():
             await self._batches.forget(self._where, batch_id)
 
     async def cancel(self, batch_id: str) -> None:
-        with reachable():
+        with explained():
             if not await self._batches.cancel(self._where, batch_id):
                 raise no_batch(batch_id)
 
@@ -148,7 +148,7 @@ class RedisBatchStore:
     def __init__(self, connection: FilesClient, *, ttl_s: float, limit: int) -> None:
         self._connection, self._checked = connection, False
         self._parts = RedisParts(
-            RedisFiles(connection, ttl_s=ttl_s, limit=limit, max_files=files.MOST),
+            RedisFiles(connection, ttl_s=ttl_s, limit=limit, max_files=files.MAX_FILES),
             RedisBatches(connection, ttl_s=ttl_s),
             RedisBatchRows(connection, ttl_s=ttl_s, limit=limit),
             ttl_s,
@@ -171,22 +171,22 @@ class RedisBatchStore:
     def batches(self, tenant: str) -> RedisTenantBatches:
         return RedisTenantBatches(self._parts.batches, tenant)
 
-    def place(self, batch: Batch) -> Place:
-        return Place(place_of(batch.tenant), batch.id)
+    def key(self, batch: Batch) -> BatchKey:
+        return BatchKey(tenant_key(batch.tenant), batch.id)
 
-    async def unfinished(self) -> list[Place]:
-        return [Place(where, batch_id) for where, batch_id in await self._parts.batches.unfinished()]
+    async def unfinished(self) -> list[BatchKey]:
+        return [BatchKey(where, batch_id) for where, batch_id in await self._parts.batches.unfinished()]
 
-    async def hold(self, place: Place) -> RedisHeld | None:
-        taken = await self._parts.batches.hold(place.where, place.batch_id)
+    async def hold(self, key: BatchKey) -> RedisHeld | None:
+        taken = await self._parts.batches.hold(key.where, key.batch_id)
         try:
             batch = None if taken is None else Batch.of_record(taken[0])
         except (ValueError, TypeError):
             batch = None
-        if taken is None or batch is None or place_of(batch.tenant) != place.where or batch.status in ENDED:
-            await self._parts.batches.close_open(place.where, place.batch_id)
+        if taken is None or batch is None or tenant_key(batch.tenant) != key.where or batch.status in ENDED:
+            await self._parts.batches.close_open(key.where, key.batch_id)
             return None
-        held = RedisHeld(self._parts, place, batch, taken[1])
+        held = RedisHeld(self._parts, key, batch, taken[1])
         await held.take()
         return held
 
@@ -204,7 +204,7 @@ def cluster_files(settings: RouterSettings, seal: Seal) -> RedisBatchStore | Non
 
 
 @contextlib.contextmanager
-def reachable() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Add to errors of Redis that files and batches are unavailable."""
     try:
         yield
@@ -213,7 +213,7 @@ def reachable() -> Iterator[None]:
 
 
 def _size(content: Any) -> int:
-    """Return the bytes from the content's place to its end."""
+    """Return the bytes from the content's position to its end."""
     begin = content.tell()
     end = content.seek(0, os.SEEK_END)
     content.seek(begin)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_ROWS = 50_000
-"""Largest number of rows in a batch."""
-LONGEST_ROW = 16 * 2**20
-"""Longest line, in bytes; reading one holds the interpreter lock and so delays the event loop."""
+"""Maximum number of rows in a batch."""
+MAX_ROW_BYTES = 16 * 2**20
+"""Longest line, in bytes; parsing it holds the interpreter lock and so delays the event loop."""
 MAX_ERRORS = 100
-"""Largest number of invalid lines reported."""
+"""Maximum number of reported invalid lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class InvalidRow:
 class RowReader:
     """Reader of a batch's input, piece by piece: `feed` in the order of the content, then `end`.
 
-    It returns every line that is not blank, up to the first that is too long. batch_id: seeds rows without a seed."""
+    It returns every line that is not blank, up to the first that is too long. batch_id: part of generated seeds."""
 
     def __init__(self, endpoint: str, batch_id: str = "") -> None:
         self._endpoint, self._batch_id = endpoint, batch_id
@@ -60,26 +60,26 @@ class RowReader:
         *lines, rest = piece.split(b"\n")
         found: list[Row | InvalidRow] = []
         for line in lines:
-            found += self._whole(line)
-        if self._size + len(rest) > LONGEST_ROW:
-            found += self._whole(rest)
+            found += self._line_ended(line)
+        if self._size + len(rest) > MAX_ROW_BYTES:
+            found += self._line_ended(rest)
         self._parts.append(rest)
         self._size += len(rest)
         return found
 
     def end(self) -> list[Row | InvalidRow]:
         """Return the last row, if its line had no end."""
-        return list(self._whole(b""))
+        return list(self._line_ended(b""))
 
-    def _whole(self, last: bytes) -> Iterator[Row | InvalidRow]:
-        """Yield the row of a line that ends here."""
+    def _line_ended(self, last: bytes) -> Iterator[Row | InvalidRow]:
+        """Yield the row of a complete line, whose last part is `last`."""
         line, self._parts, self._size = b"".join((*self._parts, last)), [], 0
         if self._ended:
             return
         self._line += 1
-        if len(line) > LONGEST_ROW:
+        if len(line) > MAX_ROW_BYTES:
             self._ended = True
-            yield InvalidRow(self._line, f"the line is longer than {LONGEST_ROW} bytes", code="line_too_long")
+            yield InvalidRow(self._line, f"the line is longer than {MAX_ROW_BYTES} bytes", code="line_too_long")
         elif line.strip():
             yield self._row(line)
 
@@ -123,9 +123,9 @@ class RowReader:
 
 
 def row_seed(batch_id: str, custom_id: str) -> int:
-    """Return the seed of a row that has none: 63 bits of a hash of both ids."""
-    told = f"{batch_id}\0{custom_id}".encode(errors="surrogatepass")
-    return int.from_bytes(hashlib.sha256(told).digest()[:8]) >> 1
+    """Return the seed of a row without one: 63 bits of a hash of both ids."""
+    ids = f"{batch_id}\0{custom_id}".encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(ids).digest()[:8]) >> 1
 
 
 def answer_row(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
@@ -135,6 +135,6 @@ def answer_row(custom_id: str, status: int, request_id: str, body: Any) -> dict[
 
 
 def unanswered_row(custom_id: str, code: str, message: str) -> dict[str, Any]:
-    """Return the output row of a request that was not answered."""
+    """Return the output row of a request without an answer."""
     error = {"code": code, "message": message}
     return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": None, "error": error}

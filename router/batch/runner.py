@@ -21,13 +21,15 @@ from kvferry.router.batch.rows import MAX_ERRORS, InvalidRow, Row, RowReader, an
 from kvferry.router.batch.stores import HeldBatch, LostBatch
 from kvferry.router.request_context import RequestContext
 
-LATER = (429, 503)
-"""Statuses after which a row is tried again: no capacity or no node now."""
+RETRYABLE = (429, 503)
+"""Statuses after which a row is retried: no capacity or no node now."""
 PRIORITY = 1_000_000
 """Priority of a batch's calls: all calls with default priority are served before them."""
 SAVE_S = 0.5
-LONGEST_WAIT_S = 30.0
-LAST_WRITES_S = 2.0
+"""Interval at which a running batch is saved and checked for cancellation, in seconds."""
+MAX_WAIT_S = 30.0
+"""Longest pause before a row is retried, in seconds."""
+STOP_S = 2.0
 """Longest wait for writes in progress when a batch stops, in seconds."""
 
 logger = logging.getLogger(__name__)
@@ -56,9 +58,9 @@ class Runner:
         metrics: BatchMetrics,
     ) -> None:
         self._held, self._batch, self._app = held, held.batch, app
-        self._width, self._row_s, self._realm, self._gone = width, row_s, realm, gone
+        self._width, self._row_s, self._realm, self._tenant_gone = width, row_s, realm, gone
         self._running = 0
-        self._freed = asyncio.Event()
+        self._row_ended = asyncio.Event()
         self._saved = 0.0
         self._failure: BaseException | None = None
         self._writes: set[asyncio.Future[None]] = set()
@@ -72,9 +74,9 @@ class Runner:
         batch = self._batch
         try:
             if batch.in_progress_at is None:
-                wrong = await self._validate()
-                if wrong:
-                    batch.fail(wrong)
+                errors = await self._validate()
+                if errors:
+                    batch.fail(errors)
                     await asyncio.shield(self._end())
                     return
                 batch.move("in_progress")
@@ -84,7 +86,7 @@ class Runner:
             return
         except (asyncio.CancelledError, TenantGone):
             with contextlib.suppress(OSError, LostBatch):
-                async with asyncio.timeout(LAST_WRITES_S):
+                async with asyncio.timeout(STOP_S):
                     await asyncio.shield(self._save())
             raise
         except LostBatch:
@@ -98,17 +100,17 @@ class Runner:
 
     async def _validate(self) -> list[dict[str, Any]]:
         """Return the errors of invalid lines, and count the valid ones."""
-        wrong, total = [], 0
+        errors, total = [], 0
         async for row in self._rows():
             total += isinstance(row, Row)
             if isinstance(row, InvalidRow):
-                wrong.append(row.shown())
-                if len(wrong) == MAX_ERRORS:
+                errors.append(row.shown())
+                if len(errors) == MAX_ERRORS:
                     break
-        if not total and not wrong:
-            wrong.append(InvalidRow(1, "the file has no requests", code="empty_file").shown())
+        if not total and not errors:
+            errors.append(InvalidRow(1, "the file has no requests", code="empty_file").shown())
         self._batch.request_counts["total"] = total
-        return wrong
+        return errors
 
     async def _rows(self) -> AsyncIterator[Row | InvalidRow]:
         """Yield the input's rows; long content is read on threads."""
@@ -119,8 +121,8 @@ class Runner:
         for row in reader.end():
             yield row
 
-    async def _left(self) -> AsyncIterator[Row]:
-        """Yield the rows that have no answer."""
+    async def _unanswered(self) -> AsyncIterator[Row]:
+        """Yield the rows without an answer."""
         async for row in self._rows():
             if isinstance(row, Row) and not self._held.answered(row):
                 yield row
@@ -128,22 +130,22 @@ class Runner:
     async def _answer_all(self) -> str:
         """Answer all rows and return the state in which the batch ends."""
         tasks: set[asyncio.Task[None]] = set()
-        left = self._left()
+        unanswered = self._unanswered()
         try:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if self._gone():
+                if self._tenant_gone():
                     raise TenantGone(self._batch.tenant)
                 if ending := await self._ending():
                     break
                 if self._running >= max(1, self._width()):
-                    self._freed.clear()
+                    self._row_ended.clear()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(SAVE_S):  # wait_for may lose a cancellation
-                            await self._freed.wait()
+                            await self._row_ended.wait()
                     continue
-                row = await anext(left, None)
+                row = await anext(unanswered, None)
                 if row is None and not tasks:
                     break
                 if row is None:
@@ -152,24 +154,24 @@ class Runner:
                 self._running += 1
                 task = asyncio.create_task(self._answer(row))
                 tasks.add(task)
-                task.add_done_callback(lambda task: self._settle(task, tasks))
+                task.add_done_callback(lambda task: self._collect(task, tasks))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._writes:
-                _, slow = await asyncio.wait(self._writes, timeout=LAST_WRITES_S)
+                _, slow = await asyncio.wait(self._writes, timeout=STOP_S)
                 for each in slow:
                     each.cancel()
         if self._failure is not None:
             raise self._failure
         if ending == "expired":
-            async for row in self._left():
+            async for row in self._unanswered():
                 line = unanswered_row(row.custom_id, "batch_expired", "not answered within 24 hours")
                 await self._write(row, line, ok=False)
         return ending or "completed"
 
-    def _settle(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+    def _collect(self, task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
@@ -184,22 +186,22 @@ class Runner:
 
     async def _answer(self, row: Row) -> None:
         try:
-            wait = 0.5
+            wait_s = 0.5
             while True:
                 call = self._call()
                 status, headers, body = await ask(self._app, self._batch.endpoint, call, row.body)
-                if status not in LATER:
+                if status not in RETRYABLE:
                     break
                 with contextlib.suppress(ValueError):
-                    wait = max(wait, float(headers.get("retry-after", "")))
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT_S)
+                    wait_s = max(wait_s, float(headers.get("retry-after", "")))
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, MAX_WAIT_S)
             await self._write(row, answer_row(row.custom_id, status, call.id, body), ok=status == 200)
             if time.monotonic() > self._saved + SAVE_S:
                 await self._save()
         finally:
             self._running -= 1
-            self._freed.set()
+            self._row_ended.set()
 
     def _call(self) -> RequestContext:
         now = time.monotonic()
@@ -226,7 +228,7 @@ class Runner:
         await asyncio.shield(writing)
 
     async def _finish(self, ended: str) -> None:
-        """Publish outputs and errors as files, with ids derived from the batch, so that a later run finds them."""
+        """Publish outputs and errors as files, with ids derived from the batch's id, so that a later run finds them."""
         batch = self._batch
         if ended == "completed":
             batch.move("finalizing")
@@ -238,7 +240,7 @@ class Runner:
         await self._end()
 
     async def _end(self) -> None:
-        """Save the ended batch and delete what it no longer needs."""
+        """Save the ended batch and delete its intermediate answers."""
         await self._save()
         await self._held.clear()
 

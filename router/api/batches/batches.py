@@ -14,8 +14,8 @@ from kvferry.router.api.documentation import errors, path_parameter, query_param
 from kvferry.router.batch.batches import Batches
 from kvferry.router.request_context import CALL
 
-MOST_LISTED = 100
-"""Largest number of batches on one page."""
+MAX_LISTED = 100
+"""Maximum number of batches on one page."""
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]  # fmt: skip
@@ -92,28 +92,28 @@ def batches_router(batches: Batches, reader: BodyReader) -> APIRouter:
         "/v1/batches", summary="Create a batch", response_model=BatchAnswer,
         responses=errors(400, 404, 413, 415, 429, 500, 503, 507), openapi_extra=takes(BatchBody),
     )  # fmt: skip
-    async def begun(request: Request) -> dict[str, Any]:
+    async def create(request: Request) -> dict[str, Any]:
         body = await parsed(BatchBody, await reader.read(request))
         tenant = request.scope[CALL].tenant
         return (await batches.create(tenant, body.endpoint, body.input_file_id, body.metadata)).shown()
 
     @router.get(
         "/v1/batches", summary="List batches, newest first", response_model=BatchList, responses=errors(400, 503),
-        openapi_extra=query_parameters(MOST_LISTED),
+        openapi_extra=query_parameters(MAX_LISTED),
     )  # fmt: skip
-    async def listed(request: Request) -> dict[str, Any]:
+    async def list_page(request: Request) -> dict[str, Any]:
         tenant = request.scope[CALL].tenant
         found = await batches.of(tenant).all()
-        return page([batch.shown() for batch in found], request, MOST_LISTED)
+        return page([batch.shown() for batch in found], request, MAX_LISTED)
 
     @router.get("/v1/batches/{batch_id}", summary="Retrieve a batch", responses=errors(404, 503), **one)
-    async def told(request: Request) -> dict[str, Any]:
+    async def retrieve(request: Request) -> dict[str, Any]:
         return (await batches.of(request.scope[CALL].tenant).get(request.path_params["batch_id"])).shown()
 
     @router.post(
         "/v1/batches/{batch_id}/cancel", summary="Cancel a batch", responses=errors(400, 404, 500, 503, 507), **one
     )
-    async def cancelled(request: Request) -> dict[str, Any]:
+    async def cancel(request: Request) -> dict[str, Any]:
         return (await batches.cancel(request.scope[CALL].tenant, request.path_params["batch_id"])).shown()
 
     return router

@@ -24,11 +24,11 @@ from kvferry.router.batch.stores import TenantFiles
 from kvferry.router.request_context import CALL, RequestContext
 
 UPLOADS, UPLOADS_PER_TENANT = 64, 8
-"""Largest number of files uploaded at the same time, by all tenants and by one."""
+"""Maximum number of concurrent uploads of all tenants, and of one."""
 FRAMING_BYTES = 4096
 """Bytes of an upload besides the file: names and boundaries of the form."""
-MOST_LISTED = 10_000
-"""Largest number of files on one page."""
+MAX_LISTED = 10_000
+"""Maximum number of files on one page."""
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -70,18 +70,18 @@ class FileDeleted(BaseModel):
 
 
 class Reservation:
-    """Bytes of a tenant's `room` that one upload takes, among all that are `reserved` by tenant."""
+    """Share of one upload in a tenant's `remaining` bytes; `reserved` sums the uploads by tenant."""
 
-    def __init__(self, reserved: Counter[str], tenant: str, room: int) -> None:
-        self._reserved, self._tenant, self._room, self._size = reserved, tenant, room, 0
+    def __init__(self, reserved: Counter[str], tenant: str, remaining: int) -> None:
+        self._reserved, self._tenant, self._remaining, self._size = reserved, tenant, remaining, 0
 
     def grow(self, size: int) -> None:
-        """Reserve `size` bytes in total; raise RequestTooLarge if the room is too small."""
+        """Reserve `size` bytes in total; raise RequestTooLarge if too few remain."""
         more = max(0, size - self._size)
-        if self._reserved[self._tenant] + more > self._room + FRAMING_BYTES:
+        if self._reserved[self._tenant] + more > self._remaining + FRAMING_BYTES:
             raise RequestTooLarge(
-                f"file: its bytes do not fit into the {self._room} that stored files and other uploads leave; delete "
-                "files that are not needed",
+                f"file: its bytes do not fit into the {self._remaining} that stored files and other uploads leave; "
+                "delete files that are not needed",
                 param="file",
             )
         self._reserved[self._tenant] += more
@@ -93,14 +93,13 @@ class Reservation:
 
 
 class Uploads:
-    """Uploads of files as multipart forms of at most `longest` bytes.
+    """Uploads of files as multipart forms of at most `max_bytes` bytes.
 
-    The bytes of all uploads of a tenant are reserved before they are read, so that what arrives together fits into the
-    tenant's limit."""
+    An upload's bytes are reserved before they are read, so that concurrent uploads fit into the tenant's limit."""
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._arriving, self._reserved = Counter[str](), Counter[str]()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._uploading, self._reserved = Counter[str](), Counter[str]()
 
     async def take(self, request: Request, files: TenantFiles) -> StoredFile:
         """Receive and store a file.
@@ -111,19 +110,19 @@ class Uploads:
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise InvalidRequest("the request body must be a multipart form with file and purpose")
         tenant = request.scope[CALL].tenant
-        for arriving, most in (self._arriving[tenant], UPLOADS_PER_TENANT), (self._arriving.total(), UPLOADS):
-            if arriving >= most:
-                raise Overloaded(f"{most} uploads are already in progress", retry_after=5.0)
-        self._arriving[tenant] += 1
+        for uploading, limit in (self._uploading[tenant], UPLOADS_PER_TENANT), (self._uploading.total(), UPLOADS):
+            if uploading >= limit:
+                raise Overloaded(f"{limit} uploads are already in progress", retry_after=5.0)
+        self._uploading[tenant] += 1
         try:
-            return await self._arrived(request, files, tenant)
+            return await self._receive(request, files, tenant)
         finally:
-            self._arriving[tenant] -= 1
+            self._uploading[tenant] -= 1
 
-    async def _arrived(self, request: Request, files: TenantFiles, tenant: str) -> StoredFile:
-        held = Reservation(self._reserved, tenant, await files.room())
+    async def _receive(self, request: Request, files: TenantFiles, tenant: str) -> StoredFile:
+        reservation = Reservation(self._reserved, tenant, await files.remaining())
         try:
-            form = await self._form(request, held)
+            form = await self._form(request, reservation)
             try:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
@@ -135,13 +134,13 @@ class Uploads:
             finally:
                 await form.close()
         finally:
-            held.release()
+            reservation.release()
 
-    async def _form(self, request: Request, held: Reservation) -> FormData:
+    async def _form(self, request: Request, reservation: Reservation) -> FormData:
         call: RequestContext = request.scope[CALL]
         try:
             async with asyncio.timeout(call.deadline - time.monotonic()):
-                return await self._bounded(request, held).form(max_files=1, max_fields=16)
+                return await self._with_limit(request, reservation).form(max_files=1, max_fields=16)
         except TimeoutError:
             raise DeadlineExceeded("the upload did not finish before the request's deadline", param="file") from None
         except ClientDisconnect as error:
@@ -149,33 +148,33 @@ class Uploads:
         except OSError as error:
             raise disk_failed("the file cannot be stored", error) from error
 
-    def _bounded(self, request: Request, held: Reservation) -> Request:
-        """Return the request, wrapped to fail once it exceeds the longest body or the tenant's room."""
+    def _with_limit(self, request: Request, reservation: Reservation) -> Request:
+        """Return the request, wrapped to fail once it exceeds `max_bytes` or the tenant's remaining bytes."""
         declared = request.headers.get("content-length", "")
         if declared.isdecimal():
-            if int(declared) > self._longest:
+            if int(declared) > self._max_bytes:
                 raise self._too_large()
-            held.grow(int(declared))
+            reservation.grow(int(declared))
         size = 0
 
         async def receive() -> Message:
             nonlocal size
             message = await request.receive()
             size += len(message.get("body", b""))
-            if size > self._longest:
+            if size > self._max_bytes:
                 raise self._too_large()
-            held.grow(size)
+            reservation.grow(size)
             return message
 
         return Request(request.scope, receive)
 
     def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the file is longer than {self._longest} bytes", param="file")
+        return RequestTooLarge(f"the file is longer than {self._max_bytes} bytes", param="file")
 
 
-def files_router(batches: Batches, longest: int) -> APIRouter:
+def files_router(batches: Batches, max_bytes: int) -> APIRouter:
     """Return the routes of /v1/files."""
-    router, uploads = APIRouter(), Uploads(longest)
+    router, uploads = APIRouter(), Uploads(max_bytes)
 
     def files_of(request: Request) -> TenantFiles:
         return batches.files(request.scope[CALL].tenant)
@@ -186,25 +185,25 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
         "/v1/files", summary="Upload a file", response_model=FileAnswer,
         responses=errors(400, 413, 415, 429, 500, 503, 504, 507), openapi_extra=_TAKES,
     )  # fmt: skip
-    async def keep(request: Request) -> dict[str, Any]:
+    async def upload(request: Request) -> dict[str, Any]:
         return (await uploads.take(request, files_of(request))).shown()
 
     @router.get(
         "/v1/files", summary="List files", response_model=FileList, responses=errors(400, 503),
-        openapi_extra=query_parameters(MOST_LISTED, purpose={"enum": list(PURPOSES)}, order={"enum": ["asc", "desc"]}),
+        openapi_extra=query_parameters(MAX_LISTED, purpose={"enum": list(PURPOSES)}, order={"enum": ["asc", "desc"]}),
     )  # fmt: skip
-    async def listed(request: Request) -> dict[str, Any]:
+    async def list_page(request: Request) -> dict[str, Any]:
         purpose, order = request.query_params.get("purpose"), request.query_params.get("order", "desc")
         if purpose is not None and purpose not in PURPOSES:
             raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}", param="purpose")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be asc or desc", param="order")
         found = await files_of(request).all()
-        kept = [file.shown() for file in found if purpose in (None, file.purpose)]
-        return page(kept if order == "desc" else kept[::-1], request, MOST_LISTED)
+        found_files = [file.shown() for file in found if purpose in (None, file.purpose)]
+        return page(found_files if order == "desc" else found_files[::-1], request, MAX_LISTED)
 
     @router.get("/v1/files/{file_id}", summary="Retrieve a file's metadata", response_model=FileAnswer, **one)
-    async def told(request: Request) -> dict[str, Any]:
+    async def retrieve(request: Request) -> dict[str, Any]:
         return (await files_of(request).get(request.path_params["file_id"])).shown()
 
     @router.get("/v1/files/{file_id}/content", summary="Retrieve a file's content", response_class=FileResponse, **one)
@@ -214,7 +213,7 @@ def files_router(batches: Batches, longest: int) -> APIRouter:
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
     @router.delete("/v1/files/{file_id}", summary="Delete a file", response_model=FileDeleted, **one)
-    async def deleted(request: Request) -> dict[str, Any]:
+    async def delete(request: Request) -> dict[str, Any]:
         file_id = request.path_params["file_id"]
         await files_of(request).delete(file_id)
         return {"id": file_id, "object": "file", "deleted": True}

@@ -9,14 +9,14 @@ from fastapi import Request
 from kvferry.protocol.errors import InvalidRequest
 
 
-def page(items: list[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:
+def page(items: list[dict[str, Any]], request: Request, max_limit: int) -> dict[str, Any]:
     """Return one page: `limit` items after the item with id `after`; raise InvalidRequest."""
-    limit, after = request.query_params.get("limit", str(most)), request.query_params.get("after")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
-        raise InvalidRequest(f"limit must be 1 to {most}", param="limit")
+    limit, after = request.query_params.get("limit", str(max_limit)), request.query_params.get("after")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= max_limit):
+        raise InvalidRequest(f"limit must be 1 to {max_limit}", param="limit")
     if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        items = items[places[0] + 1 :] if places else []
+        indices = [index for index, item in enumerate(items) if item["id"] == after]
+        items = items[indices[0] + 1 :] if indices else []
     shown = items[: int(limit)]
     return {
         "object": "list",

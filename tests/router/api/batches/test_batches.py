@@ -13,7 +13,7 @@ from kvferry.protocol.errors import NoNodes
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.disk_store import DiskFiles
-from kvferry.router.batch.held_folder import ids_of, whole_lines
+from kvferry.router.batch.held_folder import complete_bytes, ids_of
 from kvferry.router.batch.rows import answer_row
 from kvferry.router.batch.runner import PRIORITY
 from kvferry.router.tenants.keys import entry
@@ -202,7 +202,7 @@ def test_a_line_that_broke_off_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "output.jsonl"
     whole = json.dumps(answer_row("a", 200, "id", {})) + "\n"
     path.write_text(whole + '{"custom_id": "b", "resp')
-    assert whole_lines(path) == len(whole)
+    assert complete_bytes(path) == len(whole)
     assert list(ids_of(path, len(whole))) == ["a"]
 
 

@@ -33,7 +33,7 @@ def router(server: RedisServer, cluster: FakeCluster | None = None, **settings: 
 
 
 async def test_while_redis_is_away_rows_wait_and_go_on(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_held, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(redis_held, "MAX_WAIT_S", 0.2)
     at = router(server, FakeCluster(says("one two three four"), gap_s=0.03), batch_rows=3)
     begun = await begin(at, rows(*(chat(f"{number}") for number in range(24))))
     await until(lambda: len(at.cluster.dispatches) > 8)

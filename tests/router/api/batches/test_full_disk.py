@@ -154,8 +154,8 @@ async def test_a_batch_waits_for_room_and_goes_on(
 
 async def test_a_folder_that_hangs_stops_no_other_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a network file system does whose server is gone, or a lock that another process holds."""
-    monkeypatch.setattr(disk_threads, "PLACE_S", 0.2)
-    monkeypatch.setattr(disk_threads, "CALL_S", 0.5)
+    monkeypatch.setattr(disk_threads, "QUEUE_S", 0.2)
+    monkeypatch.setattr(disk_threads, "CALL_LIMIT_S", 0.5)
     keys = tmp_path / "keys.toml"
     keys.write_text(entry("hangs", "h") + entry("other", "o"))
     at = api(tmp_path / "data", api_keys=str(keys))

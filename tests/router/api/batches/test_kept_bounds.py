@@ -26,7 +26,7 @@ FILE = {"file": ("in.jsonl", b"no json")}
 
 async def test_files_have_a_number_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty ones would else be free."""
-    monkeypatch.setattr("kvferry.router.batch.files.MOST", 2)
+    monkeypatch.setattr("kvferry.router.batch.files.MAX_FILES", 2)
     at = api(tmp_path)
     answers = [await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"}) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 413]
@@ -115,7 +115,7 @@ async def test_slow_uploads_of_one_tenant_leave_places_to_others(tmp_path: Path)
 
 
 async def test_the_oldest_batches_that_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.batch.batches.MOST_ENDED", 2)
+    monkeypatch.setattr("kvferry.router.batch.batches.MAX_ENDED", 2)
     at = api(tmp_path)
     uploaded = await at.http.post("/v1/files", files=FILE, data={"purpose": "batch"})
     body = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_lines_without_end_and_without_bottom_are_at_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.batch.rows.LONGEST_ROW", 300_000)
+    monkeypatch.setattr("kvferry.router.batch.rows.MAX_ROW_BYTES", 300_000)
     row = b'{"custom_id": "a", "method": "POST", "url": "%s", "body": {}}' % CHAT.encode()
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"[" * 200_000 + b"\n" + row + b"\n" + b"x" * 400_000 + b"\n" + row)

@@ -119,7 +119,7 @@ async def test_room_is_shared_and_given_back(routers: Routers) -> None:
 
 
 async def test_files_have_a_number_too(routers: Routers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.batch.files.MOST", 2)
+    monkeypatch.setattr("kvferry.router.batch.files.MAX_FILES", 2)
     at = routers()
     answers = [await upload(at, b"") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 413]
@@ -210,7 +210,7 @@ async def test_a_router_that_drains_leaves_its_batch_to_another(routers: Routers
         begun = await begin(one, many(20))
         await until(lambda: len(one.cluster.dispatches) >= 6)
         ownership(one).drain()
-        await one.batches.leave()
+        await one.batches.stop()
         asked = len(one.cluster.dispatches)
         assert await until(lambda: other.cluster.dispatches) < 1.0
         await completed(other, begun["id"], 20)
