@@ -89,7 +89,7 @@ async def choices_ms(count: int, kind: str, times: int = CHOICES) -> list[float]
         taken.append(1e3 * (time.thread_time() - began))
         for node in filter(None, (placement.prefill, placement.decode)):
             entry = model.nodes.entries[node.node_id, node.epoch]
-            entry.promise(TOTAL_LEN, 0, lambda error: None).settle()
+            entry.reserve(TOTAL_LEN, 0, lambda error: None).settle()
     return taken
 
 

@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from kvferry.protocol.errors import ConfigError, reason
 
-AGAIN = (408, 429, 500, 502, 503, 504)
-"""Status codes after which a row is sent again."""
-LONGEST_WAIT_S = 10.0
+RETRYABLE = (408, 429, 500, 502, 503, 504)
+"""Status codes after which a row is retried."""
+MAX_WAIT_S = 10.0
+"""Longest pause before a row is retried, in seconds."""
 _READ = ("custom_id", "method", "url", "body")
 
 
@@ -28,7 +29,7 @@ _READ = ("custom_id", "method", "url", "body")
 class BatchClient:
     """Target and limits of a batch run; times are in seconds.
 
-    The help of `kvferry batch` describes each."""
+    The help of `kvferry batch` describes each field."""
 
     url: str
     api_key: str
@@ -37,30 +38,30 @@ class BatchClient:
     patience: float
 
 
-async def run_batch(source: Path, target: Path, asking: BatchClient) -> int:
+async def run_batch(source: Path, target: Path, server: BatchClient) -> int:
     """Run a batch; return exit status 1 if a row failed, else 0. Raises ConfigError for unusable files."""
     rows = list(_rows(source))
-    done = _settle(target)
-    left = [row for row in rows if row["custom_id"] not in done]
-    headers = {"authorization": f"Bearer {asking.api_key}"} if asking.api_key else {}
-    limits = httpx.Limits(max_connections=asking.concurrency, max_keepalive_connections=asking.concurrency)
+    done = _completed_ids(target)
+    remaining = [row for row in rows if row["custom_id"] not in done]
+    headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    limits = httpx.Limits(max_connections=server.concurrency, max_keepalive_connections=server.concurrency)
     failed = 0
-    bar = tqdm(total=len(rows), initial=len(rows) - len(left), unit=" rows", disable=not sys.stderr.isatty())
-    async with httpx.AsyncClient(base_url=asking.url, headers=headers, timeout=asking.timeout, limits=limits) as client:
+    bar = tqdm(total=len(rows), initial=len(rows) - len(remaining), unit=" rows", disable=not sys.stderr.isatty())
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=server.timeout, limits=limits) as client:
         with target.open("a") as out, bar:
-            queue = iter(left)
+            queue = iter(remaining)
 
             async def work() -> None:
                 nonlocal failed
                 for row in queue:
-                    answer = await _ask(client, row, asking.patience)
-                    failed += not _good(answer)
+                    answer = await _ask(client, row, server.patience)
+                    failed += not _succeeded(answer)
                     out.write(json.dumps(answer, ensure_ascii=False) + "\n")
                     out.flush()
                     bar.update()
 
             async with asyncio.TaskGroup() as workers:
-                for _ in range(min(asking.concurrency, len(left))):
+                for _ in range(min(server.concurrency, len(remaining))):
                     workers.create_task(work())
     print(f"{len(rows)} rows: {len(rows) - failed} answered, {failed} failed", file=sys.stderr)
     return int(failed > 0)
@@ -94,34 +95,34 @@ def _row(line: str) -> dict[str, Any] | None:
         return None
 
 
-def _settle(target: Path) -> set[str]:
-    """Return the ids that the output file answers; removes failed rows and truncated lines from the file."""
+def _completed_ids(target: Path) -> set[str]:
+    """Return the ids of the answered rows; removes failed rows and truncated lines from the output file."""
     if not target.exists():
         return set()
-    kept = []
+    completed = []
     try:
         for line in target.read_text().split("\n"):
             try:
                 row = json.loads(line)
-                if _good(row):
-                    kept.append((str(row["custom_id"]), line))
+                if _succeeded(row):
+                    completed.append((str(row["custom_id"]), line))
             except (ValueError, KeyError, TypeError):
                 continue
-        partly = target.with_name(target.name + ".part")
-        partly.write_text("".join(line + "\n" for _, line in kept))
-        os.replace(partly, target)
+        partial_path = target.with_name(target.name + ".part")
+        partial_path.write_text("".join(line + "\n" for _, line in completed))
+        os.replace(partial_path, target)
     except OSError as error:
         raise ConfigError(f"{target}: {reason(error)}") from error
-    return {custom_id for custom_id, _ in kept}
+    return {custom_id for custom_id, _ in completed}
 
 
-def _good(row: dict[str, Any]) -> bool:
+def _succeeded(row: dict[str, Any]) -> bool:
     return bool(row["response"]) and row["response"]["status_code"] == 200
 
 
 async def _ask(client: httpx.AsyncClient, row: dict[str, Any], patience: float) -> dict[str, Any]:
     """Send a request and return its output row; retries transient failures until `patience` ends."""
-    until, wait = time.monotonic() + patience, 0.5
+    until, wait_s = time.monotonic() + patience, 0.5
     while True:
         response, error = None, ""
         try:
@@ -129,31 +130,31 @@ async def _ask(client: httpx.AsyncClient, row: dict[str, Any], patience: float) 
         except httpx.HTTPError as failure:
             error = reason(failure)
         if response is not None:
-            wait = _later(response, wait)
-        if (response is not None and response.status_code not in AGAIN) or time.monotonic() + wait > until:
+            wait_s = _retry_wait(response, wait_s)
+        if (response is not None and response.status_code not in RETRYABLE) or time.monotonic() + wait_s > until:
             return _answer(row["custom_id"], response, error)
-        await asyncio.sleep(wait)
-        wait = min(2 * wait, LONGEST_WAIT_S)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
-def _later(response: httpx.Response, wait: float) -> float:
+def _retry_wait(response: httpx.Response, wait_s: float) -> float:
     try:
-        return max(wait, float(response.headers.get("retry-after", wait)))
+        return max(wait_s, float(response.headers.get("retry-after", wait_s)))
     except ValueError:
-        return wait
+        return wait_s
 
 
 def _answer(custom_id: str, response: httpx.Response | None, error: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id}
+    row: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id}
     if response is None:
-        return {**told, "response": None, "error": {"code": "connection_failed", "message": error}}
+        return {**row, "response": None, "error": {"code": "connection_failed", "message": error}}
     try:
         body = response.json()
     except ValueError:
         body = response.text
     request_id = response.headers.get("x-request-id", "")
     return {
-        **told,
+        **row,
         "response": {"status_code": response.status_code, "request_id": request_id, "body": body},
         "error": None,
     }

@@ -30,15 +30,15 @@ def worker_threads(requested: int, ranks: int = 1) -> int:
     """Return the compute threads per rank of a worker; 0 requested means all cores, divided by its ranks.
 
     Every worker gets all cores: prefill and decode seldom compute at once on a small machine, and idle workers use
-    none. No other code resolves the 0."""
+    none. No other code interprets the 0."""
     return requested or max(1, available_cores() // ranks)
 
 
 def set_threads(threads: int) -> None:
     """Size the thread pools of torch's libraries. Call it before torch is imported: they read the variables once.
 
-    The threads sleep between kernels instead of spinning, unless OMP_WAIT_POLICY says otherwise. When another process
-    (the other role, the router) wants a core, spinning threads occupy the cores that the thread they wait for needs,
+    The threads sleep between kernels instead of spinning, unless OMP_WAIT_POLICY is set. When another process (the
+    other role, the router) competes for the cores, spinning threads keep the thread that they wait for from running,
     and kernels become 10 to 60 times slower."""
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads)
@@ -59,6 +59,6 @@ def set_up_traces(process: str) -> None:
         TRACER.set_up(f"kvferry-{process}")
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Write an error message to stderr as one line with ERROR_PREFIX."""
     print(ERROR_PREFIX + " ".join(message.split()), file=sys.stderr, flush=True)

@@ -20,7 +20,8 @@ from kvferry.cli.options import variable
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _LINE_LIMIT = 1024 * 1024
-_LAST_WORDS_S = 0.5
+_OUTPUT_WAIT_S = 0.5
+"""Time for reading the output of a process after its exit, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class Command:
     configures a child.
 
     reports       the command reports its status as in runtime/supervisor_status.py
-    ends_last     other children need it until they exit; it blocks SIGINT, which a terminal sends to all at once
+    ends_last     other children need it until they exit; it blocks SIGINT, which a terminal sends to all processes
     address       its address, if it does not report one
-    niceness      added to the supervisor's own: a higher value leaves it less of a core that other processes want
+    niceness      added to the supervisor's own; a process with a higher value gets a smaller share of contended cores
     fds           descriptors of the supervisor that it inherits
     """
 
@@ -61,8 +62,8 @@ class Child:
         self.facts: dict[str, str] = {}
         self.ready = asyncio.Event()
         self.ever_ready = False
-        self.complaint = ""
-        self.last_words = ""
+        self.startup_error = ""
+        self.last_line = ""
         self._echo = echo
         self._changed = changed
         self._process: Popen[bytes] | None = None
@@ -80,32 +81,32 @@ class Child:
     async def run_once(self) -> int:
         """Start the command, wait until it exits and return its exit status, negative for a signal.
 
-        Afterwards `complaint` holds the line that explains status 2, which is not echoed, and `last_words` the last
+        Afterwards `startup_error` holds the line that explains status 2, which is not echoed, and `last_line` the last
         echoed line. Cancellation kills the process."""
-        self.progress, self.url, self.complaint, self.last_words = 0.0, None, "", ""
+        self.progress, self.url, self.startup_error, self.last_line = 0.0, None, "", ""
         self.ready.clear()
         process, output, reports = self._spawn()
-        ears = [
-            asyncio.create_task(self._hear(output, self._take_output)),
-            asyncio.create_task(self._hear(reports, self._take_report)),
+        readers = [
+            asyncio.create_task(self._read_lines(output, self._on_output)),
+            asyncio.create_task(self._read_lines(reports, self._on_report)),
         ]
         try:
             self._process = process
-            status = await _end_of(process)
-            await asyncio.wait(ears, timeout=_LAST_WORDS_S)
+            status = await _exit_status(process)
+            await asyncio.wait(readers, timeout=_OUTPUT_WAIT_S)
             return status
         finally:
             self._process = None
             process.kill()
             process.wait()
-            for ear in ears:
-                ear.cancel()
-            await asyncio.gather(*ears, return_exceptions=True)
+            for reader_task in readers:
+                reader_task.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
 
-    def show_complaint(self) -> None:
-        """Echo the error line that `run_once` held back."""
-        if self.complaint:
-            self._echo(f"[{self.name}] {ERROR_PREFIX}{self.complaint}")
+    def show_startup_error(self) -> None:
+        """Echo the error line that `run_once` did not echo."""
+        if self.startup_error:
+            self._echo(f"[{self.name}] {ERROR_PREFIX}{self.startup_error}")
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it runs."""
@@ -125,7 +126,7 @@ class Child:
                 stdout=PIPE,
                 stderr=STDOUT,
                 pass_fds=(write, *self.command.fds),
-                preexec_fn=partial(_enter, os.getpid(), self.command),
+                preexec_fn=partial(_prepare, os.getpid(), self.command),
             )
         except BaseException:
             reports.close()
@@ -135,24 +136,24 @@ class Child:
         assert process.stdout is not None
         return process, process.stdout, reports
 
-    async def _hear(self, pipe: IO[bytes], take: Callable[[str], None]) -> None:
+    async def _read_lines(self, pipe: IO[bytes], on_line: Callable[[str], None]) -> None:
         reader = asyncio.StreamReader(limit=_LINE_LIMIT)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         try:
             async for text in _lines(reader):
-                take(text)
+                on_line(text)
         finally:
             transport.close()
 
-    def _take_output(self, text: str) -> None:
+    def _on_output(self, text: str) -> None:
         if text.startswith(ERROR_PREFIX) and not self.ever_ready:
-            self.complaint = text.removeprefix(ERROR_PREFIX)
+            self.startup_error = text.removeprefix(ERROR_PREFIX)
         elif text:
-            self.last_words = text
+            self.last_line = text
             self._echo(f"[{self.name}] {text}")
 
-    def _take_report(self, text: str) -> None:
+    def _on_report(self, text: str) -> None:
         try:
             report = json.loads(text)
             if report["status"] == "ready":
@@ -175,7 +176,7 @@ class Child:
         return env
 
 
-async def _end_of(process: Popen[bytes]) -> int:
+async def _exit_status(process: Popen[bytes]) -> int:
     """Return the exit status as soon as the process exits; its own children may still hold its pipes open."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     descriptor = os.pidfd_open(process.pid)
@@ -200,7 +201,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
         yield line.decode(errors="replace").rstrip()
 
 
-def _enter(parent: int, command: Command) -> None:
+def _prepare(parent: int, command: Command) -> None:
     """Prepare the child between fork and exec: Linux kills it when the supervisor dies, even by SIGKILL."""
     if command.ends_last:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))

@@ -14,7 +14,7 @@ from kvferry.protocol.node_settings import AdapterSettings
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
 PREFILL_NICENESS = 5
-"""Niceness of prefill and encode processes, so that running streams keep three quarters of cores that they share."""
+"""Niceness of prefill and encode processes, so that running streams keep three quarters of the shared cores."""
 
 Program = Callable[[str], Sequence[str]]
 """Function from a subcommand (`router`) to the start of the command line that runs it."""
@@ -37,13 +37,13 @@ def settings_command(name: str, subcommand: str, settings: CommonSettings, progr
         env[variable("engine_api_key")] = settings.engine_api_key
     skip = {"api_key", "cluster_secret", "engine_api_key", "scale_out_api_key", "status_fd"}
     if not isinstance(settings, AdapterSettings):
-        skip.add("role")  # the subcommand says it
+        skip.add("role")  # the subcommand determines it
     if has_password(settings.redis_url):
         env[variable("redis_url")] = settings.redis_url
         skip.add("redis_url")
     argv = (*program(subcommand), *to_argv(settings, skip=skip))
     given = (settings.cores_fd, settings.weights_fd) if isinstance(settings, WorkerSettings) else ()
     shared = tuple(descriptor for descriptor in given if descriptor >= 0)
-    yields = subcommand in ("prefill", "encode") and not settings.elastic  # a process cannot take its priority back
+    yields = subcommand in ("prefill", "encode") and not settings.elastic  # a process cannot raise its priority again
     niceness = PREFILL_NICENESS if yields else 0
     return Command(name, argv, env, niceness=niceness, fds=shared)

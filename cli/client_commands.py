@@ -42,7 +42,7 @@ def top(url: str, api_key: str, interval: float, once: bool) -> int:
 
     Nodes with their load and block pools, what was reused and what was missed, transfers, requests with their routes,
     retries: what the page at /dashboard shows."""
-    from kvferry.cli.top import Watching, run_top
+    from kvferry.cli.top import TopOptions, run_top
 
     gc.enable()
-    return run_top(Watching(url, api_key, interval), once=once)
+    return run_top(TopOptions(url, api_key, interval), once=once)

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: checks whether this machine can run a cluster and says how to fix each failure."""
+"""`kvferry doctor`: checks whether this machine can run a cluster, with a remedy for each failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.cli import preflight
 from kvferry.cli.cpu_instructions import compiled_for, instruction_set
 from kvferry.cli.gpu_detection import gpus, loaded, unused_gpu
 from kvferry.cli.health import answers_health
-from kvferry.cli.resource_plan import UNKNOWN, needs_of, require_memory, take_seats
+from kvferry.cli.resource_plan import UNKNOWN, needs_of, plan_workers, require_memory
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.source import ModelSource, resolve
 from kvferry.protocol.errors import ConfigError, reason
@@ -43,7 +43,7 @@ def redis(settings: ServeSettings) -> Result:
     """Check that the Redis of --redis-url answers and asks for a password, or that the embedded Valkey is installed."""
     if not settings.redis_url:
         return Result("ok", "redis", f"embedded Valkey, {preflight.valkey_binary()}")
-    found, writers = preflight.redis_answers(settings)
+    found, writers = preflight.check_redis(settings)
     if writers:
         return Result("warn", "redis", f"{found} takes commands without a password from {writers}", PASSWORD)
     return Result("ok", "redis", found)
@@ -91,9 +91,9 @@ def threads(settings: ServeSettings) -> Result:
 
 def model(settings: ServeSettings) -> Result:
     """Check that each model can run; report its code path, number formats and memory."""
-    from kvferry.cli.model_report import told
+    from kvferry.cli.model_report import model_report
 
-    return Result("ok", "model", "; ".join(told(settings, source) for source in _sources(settings)))
+    return Result("ok", "model", "; ".join(model_report(settings, source) for source in _sources(settings)))
 
 
 def tools(settings: ServeSettings) -> Result:
@@ -108,9 +108,9 @@ def memory(settings: ServeSettings) -> Result:
     """Check that the weights and KV pools of all workers fit the memory of their devices."""
     known = _needs(settings)
     needs = [each or UNKNOWN for each in known]
-    seats = take_seats(settings, needs, gpus())
+    plans = plan_workers(settings, needs, gpus())
     preflight.ranks(settings, needs)
-    found = require_memory(settings, needs, seats)
+    found = require_memory(settings, needs, plans)
     if None in known:
         return Result("warn", "memory", f"{found}, before weights of unknown size", "see the line about the model")
     return Result("ok", "memory", found)
@@ -126,26 +126,26 @@ def speed(settings: ServeSettings) -> Result:
         return Result(
             "warn", "speed", "unknown, as the model's shape is", "see the line about the model, or measure it"
         )
-    each_has = settings.prefill + settings.decode
-    seats = take_seats(settings, known, found)[each_has - 1 :: each_has]
-    limits = {device: measure(device, settings.threads) for device in {seat.device for seat in seats}}
-    told = []
-    for each, seat in zip(known, seats, strict=True):
-        gpu_bytes = found[int(seat.device.partition(":")[2])] if seat.device.startswith("cuda:") else 0
-        told.append(expected(settings, each, seat, gpu_bytes, limits[seat.device]).describe(limits[seat.device]))
-    return Result("ok", "speed", "; ".join(told))
+    per_model = settings.prefill + settings.decode
+    plans = plan_workers(settings, known, found)[per_model - 1 :: per_model]
+    limits = {device: measure(device, settings.threads) for device in {plan.device for plan in plans}}
+    described = []
+    for each, plan in zip(known, plans, strict=True):
+        gpu_bytes = found[int(plan.device.partition(":")[2])] if plan.device.startswith("cuda:") else 0
+        described.append(expected(settings, each, plan, gpu_bytes, limits[plan.device]).describe(limits[plan.device]))
+    return Result("ok", "speed", "; ".join(described))
 
 
 def port(settings: ServeSettings) -> Result:
     """Check that the router's port is free, or that a router already answers on it."""
-    place = host_port(settings.host, settings.port)
+    address = host_port(settings.host, settings.port)
     try:
         preflight.free_port(settings.host, settings.port)
     except ConfigError:
         if not answers_health(settings.host, settings.port):
             raise
-        return Result("ok", "port", f"{place} answers GET /health: a router runs there")
-    return Result("ok", "port", f"{place} is free")
+        return Result("ok", "port", f"{address} answers GET /health: a router runs there")
+    return Result("ok", "port", f"{address} is free")
 
 
 def gpu(settings: ServeSettings) -> Result:
@@ -202,13 +202,13 @@ def all_checks(settings: ServeSettings, checks: Iterable[tuple[str, Check]] = CH
     """Run the checks one after the other.
 
     A ConfigError is a failure whose text names the remedy; the same text is reported once. Any other exception is a
-    failure too, so that one broken check does not hide the rest."""
-    told: dict[str, str] = {}
+    failure too, so that one broken check does not hide the other checks."""
+    reported: dict[str, str] = {}
     for name, check in checks:
         try:
             yield check(settings)
         except ConfigError as error:
-            first = told.setdefault(error.message, name)
+            first = reported.setdefault(error.message, name)
             if first == name:
                 yield Result("fail", name, error.message)
             else:
@@ -242,7 +242,7 @@ def _needs(settings: ServeSettings) -> list[ModelNeeds | None]:
 
 
 def _all_gguf(settings: ServeSettings) -> bool:
-    """Return whether every model is a GGUF file: those are quantised as a rule. False if one does not resolve."""
+    """Return whether every model is a GGUF file, since these are usually quantised. False if one does not resolve."""
     try:
         return all(source.kind == "gguf" for source in _sources(settings))
     except ConfigError:

@@ -1,7 +1,7 @@
 """Embedded Valkey server of `kvferry serve`: only this user can reach it, over a Unix socket in a private folder.
 
-Anyone who can write to it can redirect requests to other nodes, so it must not listen on a port that other users of the
-machine reach."""
+A client that can write to it can redirect requests to other nodes, so it must not listen on a port that other users of
+the machine can reach."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvferry.cli import preflight
 from kvferry.cli.child import Command
 from kvferry.protocol.errors import ConfigError
 
-LONGEST_FOLDER = 80
+MAX_FOLDER_BYTES = 80
 """Maximum length of the folder's path, in bytes: the kernel limits that of a socket to 107."""
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """Create a folder that only this user can enter, and remove it at the end."""
-    place = tempfile.gettempdir()
-    if len(place.encode()) > LONGEST_FOLDER - 20:
-        place = "/tmp"  # noqa: S108 - the folder made there has mode 0700
-    with tempfile.TemporaryDirectory(prefix="kvferry-", dir=place, ignore_cleanup_errors=True) as folder:
+    parent = tempfile.gettempdir()
+    if len(parent.encode()) > MAX_FOLDER_BYTES - 20:
+        parent = "/tmp"  # noqa: S108 - the folder made there has mode 0700
+    with tempfile.TemporaryDirectory(prefix="kvferry-", dir=parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 

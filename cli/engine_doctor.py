@@ -1,4 +1,4 @@
-"""Checks of `kvferry doctor` for other engines: whether each server was started with what its adapter needs."""
+"""Checks of `kvferry doctor` for other engines: whether each server was started with the flags its adapter needs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _of(url: str) -> Check:
 
 
 async def check_engine(settings: ServeSettings, url: str) -> Result:
-    """Check one engine: what it is, and each flag that it lacks. Raises ConfigError if it does not answer."""
+    """Check one engine: its kind, and the flags that it lacks. Raises ConfigError if it does not answer."""
     kind, engine = settings.engine, engine_client(settings.engine, url, settings, settings.model[0])
     try:
         try:
@@ -75,15 +75,15 @@ async def check_engine(settings: ServeSettings, url: str) -> Result:
         if facts.kv_transfer:
             found += f", which transfers KV blocks by {facts.kv_transfer}"
         if missing:
-            told = "; ".join(why for why, _ in missing)
-            return Result("warn", "engine", f"{found}: {told}", "add " + " and ".join(flag for _, flag in missing))
+            reasons = "; ".join(why for why, _ in missing)
+            return Result("warn", "engine", f"{found}: {reasons}", "add " + " and ".join(flag for _, flag in missing))
         return Result("ok", "engine", found)
     finally:
         await engine.close()
 
 
 async def _half(settings: ServeSettings, engine: Engine, facts: EngineFacts, found: str) -> Result:
-    """Return the result for an engine that does only prefill or decode, and may change to the other."""
+    """Return the result for an engine that does only prefill or decode, and may change its role."""
     found += f": it does only {facts.kv_role}"
     remedy = f"start kvferry adapt --engine {facts.kind} --role {facts.kv_role} beside it, not serve"
     try:
@@ -99,7 +99,7 @@ async def _half(settings: ServeSettings, engine: Engine, facts: EngineFacts, fou
 def _missing(
     settings: ServeSettings, kind: str, facts: EngineFacts, deltas: list[EngineDelta]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what the engine does not report or do, and the flag that adds it."""
+    """Yield each missing feature of the engine, and the flag that adds it."""
     if settings.prefill_engines and not facts.kv_transfer:
         yield "it transfers no KV blocks, as its metrics show none of NIXL", NIXL
     if kind in EVENTS and facts.kv_events is None:

@@ -1,4 +1,4 @@
-"""Other engines (vLLM, SGLang, llama.cpp) in `kvferry serve`: their command lines, and an adapter beside each."""
+"""Other engines (vLLM, SGLang, llama.cpp) in `kvferry serve`: command lines of the engines and their adapters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvferry.runtime.address import host_port, loopback
 
 NICENESS = 5
 """Niceness of an engine: one that spins on all cores must not delay the heartbeats of router and adapter."""
-UNPINNED = ("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-"""Variable that keeps vLLM from pinning its threads to cores of a CPU, and its value."""
-EVENTS_KEPT = 10_000
-"""Batches of KV events that an engine keeps for a reader that lost some."""
+NO_PINNING = ("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+"""Environment variable that keeps vLLM from pinning its threads to cores of a CPU, and its value."""
+KEPT_EVENT_BATCHES = 10_000
+"""Number of batches of KV events that an engine keeps for a reader that lost some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Start:
             "publisher": "zmq",
             "endpoint": self.kv_events,
             "replay_endpoint": self.kv_events_replay,
-            "buffer_steps": EVENTS_KEPT,
+            "buffer_steps": KEPT_EVENT_BATCHES,
         }
 
 
@@ -86,9 +86,9 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
 def engine_commands(settings: ServeSettings, model: str, name: str, program: Program, folder: Path) -> list[Command]:
     """Return the commands of the engines that `serve` starts itself, and of an adapter for each engine.
 
-    The first `prefill_engines` compute prompts for the others.
-    model: directory or file of the model. name: by which requests call it. folder: of mode 0700, for the sockets of KV
-    events, which hold the tokens of prompts."""
+    The first `prefill_engines` engines compute prompts for the other engines.
+    model: directory or file of the model. name: the model's name in requests. folder: of mode 0700, for the sockets of
+    KV events, which contain the tokens of prompts."""
     host, commands = loopback(), []
     urls, events = list(settings.attach), list[tuple[str, str]]()
     if not urls:
@@ -148,10 +148,10 @@ def nixl(kv_lease: float) -> dict[str, object]:
 def transfer_env(host: str) -> dict[str, str]:
     """Return the environment of an engine that transfers blocks: a side channel of its own.
 
-    On a CPU a NIXL thread spins: pinned to the core that computes, it would stop the engine for minutes."""
+    On a CPU a NIXL thread spins: pinned to a core that computes, it would block the engine for minutes."""
     env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port(host, 0))}
-    if not has_gpu() and UNPINNED[0] not in os.environ:
-        env[UNPINNED[0]] = UNPINNED[1]
+    if not has_gpu() and NO_PINNING[0] not in os.environ:
+        env[NO_PINNING[0]] = NO_PINNING[1]
     return env
 
 

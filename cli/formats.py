@@ -11,7 +11,7 @@ _FULL_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_bytes(settings: ServeSettings, needs: ModelNeeds, device: str) -> float:
-    """Return the bytes of one worker's weights in the format in which they run on the device."""
+    """Return the bytes of one worker's weights in the format in which the device computes with them."""
     itemsize = _FULL_BYTES[settings.dtype]
     if _quantised(settings, "int8"):
         return needs.memory(itemsize) - needs.dense.bytes(itemsize - 1)

@@ -16,7 +16,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """AMD's compute driver has a folder here for each processor, with a file `properties`."""
 INSTINCT = (90402, 90500)
-"""Versions there of gfx942 and gfx950, for which the kernels are compiled in tests."""
+"""Versions of gfx942 and gfx950 in those files; tests compile the kernels for them."""
 CALLS: dict[Platform, tuple[str, ...]] = {
     "cuda": ("cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceTotalMem_v2"),
     "hip": ("hipInit", "hipGetDeviceCount", "hipDeviceGet", "hipDeviceTotalMem"),
@@ -45,7 +45,7 @@ def gpus() -> list[int]:
 
 
 def torch_build() -> tuple[Platform | None, Path]:
-    """Return what the installed torch is built for, None if for CPUs only, and its folder."""
+    """Return the platform for which the installed torch is built, None if only for CPUs, and its folder."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec is not None else None) or ():
         version = Path(folder) / "version.py"

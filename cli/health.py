@@ -10,27 +10,28 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.bootstrap import complain
+from kvferry.cli.bootstrap import print_error
 from kvferry.cli.options import flag
 from kvferry.protocol.errors import ConfigError
 from kvferry.runtime.address import dialable, host_port
 
-PATIENCE_S = 4.0
+TIMEOUT_S = 4.0
+"""Maximum time for the answer, in seconds."""
 
 
 def ask(group: click.Group, pid: int, path: str) -> int:
-    """Return exit status 0 if the process answers 200 at this path, else 1 after one line on stderr that says why."""
+    """Return exit status 0 if the process answers 200 at this path, else 1 after one line on stderr with the reason."""
     url = url_of(group, command_line(pid)) + path
     # The probe does not authenticate the server: certificates do not cover the loopback address.
     unchecked = ssl._create_unverified_context()  # noqa: S323
     try:
-        with urllib.request.urlopen(url, timeout=PATIENCE_S, context=unchecked) as answer:  # noqa: S310 - url_of makes http and https
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=unchecked) as answer:  # noqa: S310 - url_of makes http and https
             answer.read()
         return 0
     except urllib.error.HTTPError as error:
-        complain(f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}")
+        print_error(f"{url} answers {error.code}: {error.read(500).decode(errors='replace')}")
     except OSError as error:
-        complain(f"{url} does not answer: {getattr(error, 'reason', error)}")
+        print_error(f"{url} does not answer: {getattr(error, 'reason', error)}")
     return 1
 
 
@@ -39,13 +40,13 @@ def command_line(pid: int) -> list[str]:
 
     Raises ConfigError if the process does not run kvferry."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
     except OSError as error:
         raise ConfigError(f"cannot read the command line of process {pid}: {error.strerror}") from error
-    for at, word in enumerate(words):
+    for at, word in enumerate(arguments):
         if Path(word).name == "kvferry":
-            return words[at + 1 :]
-    raise ConfigError(f"process {pid} is not kvferry: {' '.join(words)}")
+            return arguments[at + 1 :]
+    raise ConfigError(f"process {pid} is not kvferry: {' '.join(arguments)}")
 
 
 def url_of(group: click.Group, argv: Sequence[str]) -> str:

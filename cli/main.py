@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from kvferry.cli.bootstrap import StartupFailed, complain, set_encoding, set_threads, set_up_traces, worker_threads
+from kvferry.cli.bootstrap import StartupFailed, print_error, set_encoding, set_threads, set_up_traces, worker_threads
 from kvferry.cli.client_commands import batch, top
 from kvferry.cli.options import SERVE_FIXED, defaults, settings_options
 from kvferry.cli.simulate import plan, simulate
@@ -181,13 +181,13 @@ def run(argv: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        complain(f"{error.format_message()} (see kvferry {_command_of(error)}--help)")
+        print_error(f"{error.format_message()} (see kvferry {_command_of(error)}--help)")
         return error.exit_code
     except StartupFailed as error:
-        complain(str(error))
+        print_error(str(error))
         return error.exit_status
     except KvferryError as error:
-        complain(error.message)
+        print_error(error.message)
         return 2 if isinstance(error, ConfigError) else 1
     except (click.Abort, KeyboardInterrupt):
         return 130

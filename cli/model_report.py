@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.cli.formats import kv_dtype, weight_bytes
 from kvferry.cli.gpu_detection import gpus
-from kvferry.cli.resource_plan import GIB, needs_of, take_seats
+from kvferry.cli.resource_plan import GIB, needs_of, plan_workers
 from kvferry.engine.state_rows import ROWS
 from kvferry.model_files.draft_model import resolve_draft
 from kvferry.model_files.memory_needs import ModelNeeds
@@ -17,10 +17,10 @@ from kvferry.runtime.limits import available_memory
 
 MIB = 1 << 20
 _TOWERS = {"image": "images, vision tower", "audio": "audio, audio tower"}
-"""What a model takes beside text, and its tower, by modality."""
+"""Media that a model takes besides text, and the tower that encodes them, by modality."""
 
 
-def told(settings: ServeSettings, source: ModelSource) -> str:
+def model_report(settings: ServeSettings, source: ModelSource) -> str:
     """Describe a model for the report. Raises ConfigError with the reason if it cannot run here."""
     from kvferry.engine.models.route import route_of
     from kvferry.worker.window_layers import divides
@@ -47,11 +47,11 @@ def _media(source: ModelSource) -> str:
 def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts, groups: LayerGroups | None) -> str:
     """Describe the memory of one worker on the device where it would run.
 
-    groups: of layers that live for different times, or None."""
+    groups: groups of layers whose KV is kept for different times, or None."""
     needs, found, length = needs_of(source), gpus(), facts.max_model_len
     if not needs.layers:
         return f"{length} tokens, memory unknown"
-    device = take_seats(settings, [needs], found)[0].device
+    device = plan_workers(settings, [needs], found)[0].device
     has = found[int(device.partition(":")[2] or 0)] if device.startswith("cuda") else available_memory()
     weights, kv = weight_bytes(settings, needs, device), needs.kv_bytes(kv_dtype(settings))
     if not kv:
@@ -71,7 +71,7 @@ def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts, gro
 
 
 def _state(needs: ModelNeeds) -> str:
-    """Describe the memory of recurrent states, and what is off because of them; empty without recurrent layers."""
+    """Describe the memory of recurrent states, and the features they disable; empty without recurrent layers."""
     if not needs.state_bytes:
         return ""
     size = needs.state_bytes / MIB

@@ -18,7 +18,7 @@ Settings = TypeVar("Settings", bound=CommonSettings)
 Decorated = Callable[..., Any]
 
 ENV_PREFIX = "KVFERRY_"
-_RANKS = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT)
+_PRECEDENCE = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT)
 """Sources of a value; an earlier one takes precedence."""
 
 SERVE_FIXED = {
@@ -65,7 +65,7 @@ def settings_options(cls: type[Settings], fixed: Mapping[str, Any] | None = None
     def decorate(function: Decorated) -> Decorated:
         def command(**values: Any) -> Any:
             for field in fields:
-                _take_former(field, values)
+                _apply_former(field, values)
             return function(cls(**given, **values))
 
         command.__doc__ = function.__doc__
@@ -123,14 +123,14 @@ def _former_option(field: dataclasses.Field[Any]) -> Callable[[Decorated], Decor
     return click.option(flag(name), name, type=_type(field), envvar=variable(name), hidden=True)
 
 
-def _take_former(field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
+def _apply_former(field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
     """Move a value given under a field's former name to the field, unless the new name has precedence.
 
-    A flag takes precedence over a variable under either name; the new name wins a tie."""
+    A flag takes precedence over a variable under either name; between two flags or variables the new name does."""
     name = field.metadata["former"]
     value = values.pop(name, None)
     source = click.get_current_context().get_parameter_source
-    if value is None or _RANKS.index(source(field.name)) <= _RANKS.index(source(name)):
+    if value is None or _PRECEDENCE.index(source(field.name)) <= _PRECEDENCE.index(source(name)):
         return
     click.echo(f"{flag(name)} was renamed to {flag(field.name)} ({variable(name)}: {variable(field.name)})", err=True)
     values[field.name] = value

@@ -78,7 +78,7 @@ def valkey_binary() -> Path:
         raise ConfigError(f"no embedded Valkey for this machine ({error}); give --redis-url") from error
 
 
-def redis_answers(settings: CommonSettings) -> tuple[str, str]:
+def check_redis(settings: CommonSettings) -> tuple[str, str]:
     """Check that the Redis or Valkey of the settings is usable.
 
     Returns its name, version and address, and who can write to it without a password (`redis_check.writers`)."""
@@ -122,7 +122,7 @@ def ranks(settings: ServeSettings, needs: Sequence[ModelNeeds]) -> None:
             )
 
 
-def for_speech(settings: ServeSettings, sources: Sequence[ModelSource]) -> ServeSettings:
+def speech_settings(settings: ServeSettings, sources: Sequence[ModelSource]) -> ServeSettings:
     """Return the settings of a cluster of these models: one that transcribes speech has no prefill workers.
 
     Its encoder would ship more bytes of keys and values than the audio has samples. Raises ConfigError."""
@@ -130,8 +130,8 @@ def for_speech(settings: ServeSettings, sources: Sequence[ModelSource]) -> Serve
     if not any(speech):
         return settings
     if not all(speech) and settings.prefill:
-        told = "with a model that transcribes speech beside others, --prefill must be 0: it has no prefill workers"
-        raise ConfigError(told, param="prefill")
+        message = "with a model that transcribes speech beside others, --prefill must be 0: it has no prefill workers"
+        raise ConfigError(message, param="prefill")
     if settings.encode:
         raise ConfigError("--encode must be 0 with a model that transcribes speech: it has no prompts", param="encode")
     require_decoder()

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from kvferry.runtime.log import json_line
 
 LINE_S = 10.0
-_CHILDS = re.compile(r"\[([\w-]+)\] (.*)")
+"""Minimum interval of progress lines of a process, in seconds."""
+_CHILD_LINE = re.compile(r"\[([\w-]+)\] (.*)")
 """Line of a child's output with its name as prefix: `[decode-0] text`."""
 
 
@@ -25,10 +26,10 @@ class Progress(Protocol):
         """Show that the process `name` has loaded this share of its model, 0 to 1, or is ready."""
 
     def echo(self, line: str) -> None:
-        """Write a line of output above the drawing."""
+        """Write a line of output above the bars."""
 
     def close(self) -> None:
-        """Remove the drawing; `echo` still works."""
+        """Remove the bars; `echo` still works."""
 
 
 class Bars:
@@ -70,25 +71,25 @@ class Bars:
 
 
 class Lines:
-    """Implements `progress.Progress` with log lines: one when a process is ready, before at most one every LINE_S."""
+    """Implements `progress.Progress` with log lines: one when a process is ready, before that at most one per LINE_S."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._began: dict[str, float] = {}
-        self._said: dict[str, float] = {}
-        self._serves: set[str] = set()
+        self._reported_at: dict[str, float] = {}
+        self._ready: set[str] = set()
 
     def update(self, name: str, share: float, ready: bool) -> None:
         now = self._clock()
-        if name not in self._began or (name in self._serves and not ready):
-            self._began[name] = self._said[name] = now
-            self._serves.discard(name)
-        if ready and name not in self._serves:
-            self._serves.add(name)
+        if name not in self._began or (name in self._ready and not ready):
+            self._began[name] = self._reported_at[name] = now
+            self._ready.discard(name)
+        if ready and name not in self._ready:
+            self._ready.add(name)
             self.echo(f"{name}: ready after {now - self._began[name]:.1f} s")
-        elif not ready and now - self._said[name] >= LINE_S:
-            self._said[name] = now
+        elif not ready and now - self._reported_at[name] >= LINE_S:
+            self._reported_at[name] = now
             self.echo(f"{name}: loading, {100 * share:.0f} %")
 
     def echo(self, line: str) -> None:
@@ -98,16 +99,16 @@ class Lines:
         pass
 
 
-class Objects(Lines):
+class JsonLines(Lines):
     """Implements `progress.Progress` with JSON lines; a child's JSON line gets the child's name."""
 
     def echo(self, line: str) -> None:
-        found = _CHILDS.fullmatch(line)
+        found = _CHILD_LINE.fullmatch(line)
         super().echo(json_line(found[2], found[1]) if found else json_line(line))
 
 
 class EchoHandler(logging.Handler):
-    """Log handler that writes records through `Progress.echo`, so that they do not break the drawing."""
+    """Log handler that writes records through `Progress.echo`, so that they do not garble the bars."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -123,15 +124,15 @@ def log_through(progress: Progress) -> None:
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler, logging.StreamHandler):
-            echoing = EchoHandler(progress)
-            echoing.setFormatter(handler.formatter)
+            echo_handler = EchoHandler(progress)
+            echo_handler.setFormatter(handler.formatter)
             root.removeHandler(handler)
-            root.addHandler(echoing)
+            root.addHandler(echo_handler)
 
 
 def progress_on(stream: TextIO | None = None, form: str = "text") -> Progress:
     """Return the display for a stream (default: stderr) and a log format (`text` or `json`)."""
     stream = stream or sys.stderr
     if form == "json":
-        return Objects(stream)
+        return JsonLines(stream)
     return Bars(stream) if stream.isatty() else Lines(stream)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from kvferry.cli.child import Child
 
 FACTS = {"device": "computes on", "kv_pool": "KV pool", "link": "link"}
-"""Facts that a worker reports, and their column headings."""
+"""Fields of a worker's ready report, and their column headings."""
 
 
 def overview(children: Iterable[Child]) -> list[str]:

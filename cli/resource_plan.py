@@ -1,6 +1,6 @@
 """Plans devices, cores and memory of the workers of a local cluster, and checks that they fit.
 
-The supervisor decides it before any worker starts, so that no worker has to guess what the others will take."""
+The supervisor plans before any worker starts, so that no worker has to guess the needs of other workers."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def needs_of(source: ModelSource) -> ModelNeeds:
         return UNKNOWN
 
 
-def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[WorkerPlan]:
+def plan_workers(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequence[int]) -> list[WorkerPlan]:
     """Plan all workers: for each model in `needs` its workers of each role, as in NODE_ROLES.
 
     An encode worker loads no decoder, and is planned as if it did. found: bytes of each GPU. Workers take the GPUs in
-    turn, one GPU per rank. Workers on the same GPUs get equal pools from the memory that all their weights leave.
-    Raises ConfigError if weights and pools do not fit."""
+    turn, one GPU per rank. Workers on the same GPUs get equal pools from the memory that remains beside all their
+    weights. Raises ConfigError if weights and pools do not fit."""
     models = [each for each in needs for _ in range(settings.prefill + settings.decode + settings.encode)]
     devices = [_device(settings, index, len(found)) for index in range(len(models))]
     sharing = {
@@ -68,58 +68,59 @@ def take_seats(settings: ServeSettings, needs: Sequence[ModelNeeds], found: Sequ
     }
     draft_gib = _draft_gib(settings, "cuda") if any(device.startswith("cuda") for device in devices) else 0.0
     return [
-        _gpu_seat(settings, model, device, sharing[device], found, draft_gib)
+        _plan_gpu_worker(settings, model, device, sharing[device], found, draft_gib)
         if device.startswith("cuda")
         else WorkerPlan(device, settings.kv_cache_gib)
         for model, device in zip(models, devices, strict=True)
     ]
 
 
-def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], seats: Sequence[WorkerPlan]) -> str:
+def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], plans: Sequence[WorkerPlan]) -> str:
     """Check that the weights and pools of all workers on the CPU fit the available memory; return a summary.
 
-    Workers that share weights count them once. A worker alone could not check this: it sees only the memory that is
+    Workers that share weights count them once. A worker could not check this itself: it sees only the memory that is
     free at its start. `seats` is the result of `take_seats` for `needs`. Raises ConfigError."""
-    counts = on_cpu_by_model(seats, len(needs))
+    counts = on_cpu_by_model(plans, len(needs))
     copies = [
         min(count, 1) if shares_weights(settings, model) else count for count, model in zip(counts, needs, strict=True)
     ]
     workers, available = sum(counts), available_memory() / GIB
     free = f"{available:.1f} GiB are available"
     if not workers:
-        return f"{free}; the KV pools are on {', '.join(dict.fromkeys(seat.device for seat in seats))}"
+        return f"{free}; the KV pools are on {', '.join(dict.fromkeys(plan.device for plan in plans))}"
     weights = [weight_bytes(settings, model, "cpu") / GIB for model in needs]
     pools = [_pool_gib(settings, model) or CPU_POOL_GIB * model.cached for model in needs]
-    asked = ", ".join(
+    requested = ", ".join(
         f"{_times(copy)} {weight:.2f} GiB of weights and {_times(count)} {pool:.4g} GiB of KV pool"
         for copy, count, weight, pool in zip(copies, counts, weights, pools, strict=True)
     )
-    drafts = _draft_gib(settings, "cpu") * sum(min(count, _drafting(settings)) for count in counts)
-    asked += f", {drafts:.2f} GiB for the draft model" if drafts else ""
+    drafts = _draft_gib(settings, "cpu") * sum(min(count, _draft_workers(settings)) for count in counts)
+    requested += f", {drafts:.2f} GiB for the draft model" if drafts else ""
     all_weights = drafts + sum(copy * weight for copy, weight in zip(copies, weights, strict=True))
     if all_weights + sum(count * pool for count, pool in zip(counts, pools, strict=True)) > available:
         room = (available - all_weights) / workers
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')}" + (f" to less than {room:.1f}" if flag == "kv_cache_gib" else "")
         remedy = f"{lower}, or start fewer workers" if room >= 0.1 else "start fewer workers, or take a smaller model"
-        raise ConfigError(f"{asked} do not fit: {free}; {remedy}", param=flag)
-    return f"{asked}: {free}"
+        raise ConfigError(f"{requested} do not fit: {free}; {remedy}", param=flag)
+    return f"{requested}: {free}"
 
 
-def on_cpu_by_model(seats: Sequence[WorkerPlan], models: int) -> list[int]:
+def on_cpu_by_model(plans: Sequence[WorkerPlan], models: int) -> list[int]:
     """Return the number of workers on the CPU for each model."""
-    each = len(seats) // models
-    return [sum(seat.device == "cpu" for seat in seats[each * i : each * (i + 1)]) for i in range(models)]
+    each = len(plans) // models
+    return [sum(plan.device == "cpu" for plan in plans[each * i : each * (i + 1)]) for i in range(models)]
 
 
 def shares_weights(settings: ServeSettings, needs: ModelNeeds) -> bool:
     """Return whether a model's workers on the CPU share one copy of its weights.
 
-    Decoders on compiled kernels do, unless experts run as modules of transformers, which each worker loads itself."""
+    Decoders on compiled kernels share them, unless experts run as modules of transformers, which each worker loads
+    itself."""
     packed = settings.dtype in ("auto", "bfloat16") and settings.kernels in ("auto", "cpu") and _kernels_are_compiled()
     ours = needs.own and settings.model_impl != "transformers"
-    alike = (ours or (needs.layers > 0 and needs.cached and not needs.mixed)) and settings.tensor_parallel_size == 1
-    return settings.share_weights and hasattr(os, "memfd_create") and packed and alike
+    sharable = (ours or (needs.layers > 0 and needs.cached and not needs.mixed)) and settings.tensor_parallel_size == 1
+    return settings.share_weights and hasattr(os, "memfd_create") and packed and sharable
 
 
 def _device(settings: ServeSettings, index: int, count: int) -> str:
@@ -131,13 +132,13 @@ def _device(settings: ServeSettings, index: int, count: int) -> str:
         return f"cuda:{index % (count // ranks) * ranks}"
     number = re.fullmatch(r"auto|cuda(?::(\d+))?", wanted)
     if number is not None and int(number[1] or 0) + ranks > count:
-        there = f"there are {count}" if count > 1 else "there is one" if count else "there is none"
-        lacking = "no such GPU" if ranks == 1 else f"its {ranks} ranks need one GPU each"
-        raise ConfigError(f"--device {wanted}: {lacking}, {there}; use another, or --device cpu", param="device")
+        present = f"there are {count}" if count > 1 else "there is one" if count else "there is none"
+        problem = "no such GPU" if ranks == 1 else f"its {ranks} ranks need one GPU each"
+        raise ConfigError(f"--device {wanted}: {problem}, {present}; use another, or --device cpu", param="device")
     return wanted
 
 
-def _gpu_seat(
+def _plan_gpu_worker(
     settings: ServeSettings,
     needs: ModelNeeds,
     device: str,
@@ -152,31 +153,32 @@ def _gpu_seat(
     total = min(found[first : first + ranks]) / GIB
     weights = [weight_bytes(settings, model, device) / ranks / GIB for model in sharing]
     left = (total - sum(weights)) / len(sharing) - draft_gib
-    pools = [_pool_gib(settings, model) / _parts(settings, model) for model in sharing]
-    given = _pool_gib(settings, needs) / _parts(settings, needs)
+    pools = [_pool_gib(settings, model) / _pool_parts(settings, model) for model in sharing]
+    given = _pool_gib(settings, needs) / _pool_parts(settings, needs)
     if (given and sum(pools) > MARGIN * left * len(sharing)) or left <= 0:
         pool = f" and {given:.4g} GiB of KV pool" if given else ""
-        asked = ", ".join(
+        requested = ", ".join(
             f"{f'{count} times ' if count > 1 else ''}{weight:.2f} GiB of weights{pool}"
             for weight, count in Counter(weights).items()
         )
         flag = "kv_blocks" if settings.kv_blocks else "kv_cache_gib"
         lower = f"lower --{flag.replace('_', '-')} or " if given and left > 0 else ""
         raise ConfigError(
-            f"{asked} do not fit into the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU", param=flag
+            f"{requested} do not fit into the {total:.1f} GiB of {device}; {lower}start fewer workers per GPU",
+            param=flag,
         )
     if given or len(sharing) == 1:
         return WorkerPlan(device, settings.kv_cache_gib)
-    return WorkerPlan(device, round(GPU_SHARE * left * _parts(settings, needs), 3))
+    return WorkerPlan(device, round(GPU_SHARE * left * _pool_parts(settings, needs), 3))
 
 
-def _parts(settings: ServeSettings, needs: ModelNeeds) -> int:
+def _pool_parts(settings: ServeSettings, needs: ModelNeeds) -> int:
     """Return the number of parts into which ranks divide a worker's pool; with latent KV each rank holds all of it."""
     return settings.tensor_parallel_size if needs.planes > 1 else 1
 
 
-def _drafting(settings: ServeSettings) -> int:
-    """Return the number of a model's workers that load the draft model: those that decode, or may."""
+def _draft_workers(settings: ServeSettings) -> int:
+    """Return the number of a model's workers that load the draft model: those that decode, or may change to decode."""
     return settings.decode + (settings.prefill if settings.elastic else 0)
 
 
@@ -205,7 +207,7 @@ def _times(count: int) -> str:
 
 
 def _kernels_are_compiled() -> bool:
-    """Return whether the compiled CPU kernels are installed, without importing them, which would import torch."""
+    """Return whether the compiled CPU kernels are installed, without importing them, since that imports torch."""
     spec = importlib.util.find_spec("kvferry.kernels")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return any(any(Path(folder, "cpu").glob(f"_native{suffix}")) for folder in folders for suffix in EXTENSION_SUFFIXES)

@@ -1,8 +1,8 @@
 """`kvferry router --workers N`: supervises several router processes on one port.
 
 Each process has its own listening socket (SO_REUSEPORT): the kernel spreads new connections evenly by a hash of their
-addresses, and skips processes that are gone. An inherited, shared socket would give most of them to one process, the
-one that was idle last.
+addresses, and skips processes that have exited. With one inherited socket, the process that became idle last would
+accept most connections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvferry.cli.child import Child
 from kvferry.cli.child_commands import Program, kvferry_program, settings_command
-from kvferry.cli.progress import Lines, Objects, log_through
+from kvferry.cli.progress import JsonLines, Lines, log_through
 from kvferry.cli.supervisor import Supervisor
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.worker_peers.peers import ask
@@ -30,20 +30,21 @@ from kvferry.runtime.suspend_aware_clock import LoopClock
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Period of health checks of a process, and their timeout, in seconds."""
 HUNG_S = 10.0
 """Seconds without an answer after which a process is replaced; nodes abandon its streams long before."""
 DRAIN_SPARE_S = 10.0
 """Maximum time for a process to exit after its last request, in seconds."""
 HURRY_S = 3.5
+"""Time that a process gets to exit after the signal to hurry, in seconds."""
 
 
 async def serve_routers(settings: RouterSettings, program: Program = kvferry_program) -> None:
     """Run `settings.workers` routers on one port until SIGTERM, which drains them, or SIGINT.
 
     When it returns or raises, no router runs. Raises ConfigError or KvferryError if the routers cannot run."""
-    progress = (Objects if settings.log_format == "json" else Lines)(sys.stderr)
+    progress = (JsonLines if settings.log_format == "json" else Lines)(sys.stderr)
     log_through(progress)
     stop = StopSignal()
     stop.listen()
@@ -53,14 +54,14 @@ async def serve_routers(settings: RouterSettings, program: Program = kvferry_pro
 
     supervisor = Supervisor(progress.echo, show)
     with (
-        contextlib.closing(bind(settings.host, settings.port)) as held,
+        contextlib.closing(bind(settings.host, settings.port)) as sock,
         tempfile.TemporaryDirectory(prefix="kvferry-router-") as folder,
     ):
-        shared = dataclasses.replace(settings, port=held.getsockname()[1], workers_dir=folder)
+        shared = dataclasses.replace(settings, port=sock.getsockname()[1], workers_dir=folder)
         try:
             await supervisor.watch(_live(supervisor, shared, program, show), stop.asked)
         finally:
-            await _ended(supervisor, stop, settings.request_timeout + DRAIN_SPARE_S)
+            await _end(supervisor, stop, settings.request_timeout + DRAIN_SPARE_S)
 
 
 async def _live(
@@ -75,36 +76,36 @@ async def _live(
     clock = LoopClock()
     clock.start()
     folder = Path(settings.workers_dir)
-    async with asyncio.TaskGroup() as looks:
+    async with asyncio.TaskGroup() as checks:
         for number, child in enumerate(children):
-            looks.create_task(_look_after(child, folder, number, clock))
+            checks.create_task(_replace_if_hung(child, folder, number, clock))
         await supervisor.ready(children)
         url = children[0].url or ""
         log.info("%d routers ready at %s", len(children), url)
         SupervisorStatus.from_fd(settings.status_fd).ready(url, **children[0].facts)
 
 
-async def _look_after(child: Child, folder: Path, number: int, clock: LoopClock) -> None:
+async def _replace_if_hung(child: Child, folder: Path, number: int, clock: LoopClock) -> None:
     """Kill a router process that hangs; the supervisor restarts it."""
-    heard_at = clock.now()
+    answered_at = clock.now()
     while True:
-        await asyncio.sleep(LOOK_S)
-        if not child.ready.is_set() or await ask(folder, number, "alive", within_s=LOOK_S) is not None:
-            heard_at = clock.now()
-        elif clock.now() - heard_at > HUNG_S:
+        await asyncio.sleep(CHECK_S)
+        if not child.ready.is_set() or await ask(folder, number, "alive", within_s=CHECK_S) is not None:
+            answered_at = clock.now()
+        elif clock.now() - answered_at > HUNG_S:
             log.error("%s has not answered for %.0f s", child.name, HUNG_S)
             child.signal(signal.SIGKILL)
-            heard_at = clock.now()
+            answered_at = clock.now()
 
 
-async def _ended(supervisor: Supervisor, stop: StopSignal, drain_s: float) -> None:
+async def _end(supervisor: Supervisor, stop: StopSignal, drain_s: float) -> None:
     """Drain all routers until they exit, or end them at once on `stop.hurry`."""
     ending = asyncio.create_task(supervisor.stop(drain_s + HURRY_S, drain_s))
-    hurried = asyncio.create_task(stop.hurry.wait())
+    hurry = asyncio.create_task(stop.hurry.wait())
     if not stop.asked.is_set():  # a router failed to start: skip the drain
         stop.hurry.set()
-    await asyncio.wait((ending, hurried), return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
+    await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
     for child in supervisor.children:
         child.signal(signal.SIGINT)
     await ending

@@ -27,7 +27,7 @@ from kvferry.cli.engines import attached, checked_engines, engine_commands
 from kvferry.cli.gpu_detection import gpus
 from kvferry.cli.progress import Progress, log_through, progress_on
 from kvferry.cli.ready_message import overview, ready_line, stop_line
-from kvferry.cli.resource_plan import WorkerPlan, needs_of, on_cpu_by_model, require_memory, take_seats
+from kvferry.cli.resource_plan import WorkerPlan, needs_of, on_cpu_by_model, plan_workers, require_memory
 from kvferry.cli.router_commands import narrowed, router_commands
 from kvferry.cli.supervisor import Supervisor
 from kvferry.engine.shared_cores import core_lock
@@ -56,7 +56,7 @@ class Checked:
     settings: with the router's real port. seats: for each model its workers of each role, as in NODE_ROLES."""
 
     settings: ServeSettings
-    seats: tuple[WorkerPlan, ...]
+    plans: tuple[WorkerPlan, ...]
 
 
 def check(settings: ServeSettings) -> Checked:
@@ -73,7 +73,7 @@ def check(settings: ServeSettings) -> Checked:
     for name in ("chat_template", "api_keys", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cluster_secret_file"):
         preflight.readable(getattr(settings, name), name.replace("_", "-"))
     if settings.redis_url:
-        preflight.redis_answers(settings)
+        preflight.check_redis(settings)
     elif settings.redis_password_file:
         raise ConfigError("--redis-password-file needs --redis-url", param="redis_password_file")
     else:
@@ -83,26 +83,26 @@ def check(settings: ServeSettings) -> Checked:
     served = split_names(settings.served_model_name, len(settings.model))
     if attached(settings):
         resolve(settings.model[0])
-        seats: Sequence[WorkerPlan] = ()
+        plans: Sequence[WorkerPlan] = ()
     else:
         sources = [resolve_runnable(model, settings.load_format) for model in settings.model]
         require_distinct([ModelName(source.name, names) for source, names in zip(sources, served, strict=True)])
-        settings = preflight.for_speech(settings, sources)
+        settings = preflight.speech_settings(settings, sources)
         for source in sources:
             resolve_draft(settings, source)
         needs = [needs_of(source) for source in sources]
-        seats = take_seats(settings, needs, gpus())
+        plans = plan_workers(settings, needs, gpus())
         preflight.ranks(settings, needs)
-        require_memory(settings, needs, seats)
+        require_memory(settings, needs, plans)
     secret = settings.cluster_secret
     if not ClusterSecrets(settings):
         secret = secrets.token_hex(32)
-    return Checked(dataclasses.replace(settings, port=port, cluster_secret=secret), tuple(seats))
+    return Checked(dataclasses.replace(settings, port=port, cluster_secret=secret), tuple(plans))
 
 
 def cluster_commands(
     settings: ServeSettings,
-    seats: Sequence[WorkerPlan],
+    plans: Sequence[WorkerPlan],
     program: Program,
     cores_fd: int = -1,
     weights: Callable[[], int] = lambda: -1,
@@ -110,8 +110,8 @@ def cluster_commands(
 ) -> list[Command]:
     """Return the commands of the routers and of a worker for each seat.
 
-    `settings.redis_url` must be set. Only routers listen beyond this machine, and only if --host says so.
-    cores_fd: lock for workers that share cores. weights: makes the shared memory for the weights of a model that has
+    `settings.redis_url` must be set. Only routers listen beyond this machine, and only with such a --host.
+    cores_fd: lock for workers that share cores. weights: creates the shared memory for the weights of a model with
     several workers on the CPU. folder: of mode 0700, for the sockets of other engines."""
     commands = router_commands(settings, program)
     served = split_names(settings.served_model_name, len(settings.model))
@@ -122,19 +122,19 @@ def cluster_commands(
             settings = dataclasses.replace(settings, engine_revision=source.revision)
         return commands + engine_commands(settings, str(source.path), name, program, folder)
     threads = worker_threads(settings.threads, settings.tensor_parallel_size)
-    on_cpu = sum(seat.device == "cpu" for seat in seats)
-    crowded = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
+    on_cpu = sum(plan.device == "cpu" for plan in plans)
+    shares_cores = on_cpu > 1 and threads * settings.tensor_parallel_size * on_cpu > available_cores()
     own_host = loopback()
-    counts, left = {role: getattr(settings, role) for role in NODE_ROLES}, iter(seats)
+    counts, remaining = {role: getattr(settings, role) for role in NODE_ROLES}, iter(plans)
     roles = [role for role, number in counts.items() for _ in range(number)]
     numbers = {role: count() for role in roles}
     shared = [
         weights() if count > 1 and settings.tensor_parallel_size == 1 else -1
-        for count in on_cpu_by_model(seats, len(settings.model))
+        for count in on_cpu_by_model(plans, len(settings.model))
     ]
     for model, names, weights_fd in zip(settings.model, served, shared, strict=True):
         for role in roles:
-            seat, name = next(left), f"{role}-{next(numbers[role])}"
+            plan, name = next(remaining), f"{role}-{next(numbers[role])}"
             worker = dataclasses.replace(
                 narrowed(WorkerSettings, settings),
                 model=model,
@@ -149,10 +149,10 @@ def cluster_commands(
                 ssl_ca_certs="",
                 tensor_parallel_size=1 if role == "encode" else settings.tensor_parallel_size,  # it has no decoder
                 threads=threads,
-                cores_fd=cores_fd if crowded and seat.device == "cpu" else -1,
-                weights_fd=weights_fd if seat.device == "cpu" else -1,
-                device=seat.device,
-                kv_cache_gib=seat.kv_cache_gib,
+                cores_fd=cores_fd if shares_cores and plan.device == "cpu" else -1,
+                weights_fd=weights_fd if plan.device == "cpu" else -1,
+                device=plan.device,
+                kv_cache_gib=plan.kv_cache_gib,
                 respawned=True,
             )
             commands.append(settings_command(name, role, worker, program))
@@ -193,7 +193,7 @@ async def _live(
         settings = dataclasses.replace(settings, redis_url=valkey.address)
         supervisor.start(valkey)
     weights = shared_file.make if settings.share_weights else lambda: -1
-    commands = cluster_commands(settings, checked.seats, program, core_lock.make(), weights, folder)
+    commands = cluster_commands(settings, checked.plans, program, core_lock.make(), weights, folder)
     children = [child for child in map(supervisor.start, commands) if child.command.reports]
     for child in children:
         _show(progress, child)
@@ -215,13 +215,13 @@ async def _live(
 async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     """Wait until the router can place requests on all nodes, or for ALL_NODES_S.
 
-    In a registry shared with other clusters it may never see all. A router that requires client certificates cannot be
-    asked; its own ready report suffices."""
+    With a registry that other clusters share it may never see all nodes. A router that requires client certificates
+    cannot be queried; its own ready report suffices."""
     if settings.ssl_ca_certs:
         return
     models = len(settings.model)
-    wanted = {role: models * getattr(settings, role) for role in NODE_ROLES}
-    enough = time.monotonic() + ALL_NODES_S
+    expected = {role: models * getattr(settings, role) for role in NODE_ROLES}
+    deadline = time.monotonic() + ALL_NODES_S
     # Our own child, on this machine; its certificate may name others.
     unverified = ssl._create_unverified_context()  # noqa: S323
     handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified))
@@ -234,7 +234,7 @@ async def _until_router_serves(router: Child, settings: ServeSettings) -> None:
     while True:
         try:
             nodes = json.loads(await asyncio.to_thread(ready))["nodes"]
-            if all(nodes.get(role, 0) >= count for role, count in wanted.items()) or time.monotonic() > enough:
+            if all(nodes.get(role, 0) >= count for role, count in expected.items()) or time.monotonic() > deadline:
                 return
         except (OSError, http.client.HTTPException) as error:
             log.debug("the router does not answer yet: %s", error)

@@ -66,11 +66,11 @@ class Expected:
         )
 
 
-def expected(settings: ServeSettings, needs: ModelNeeds, seat: WorkerPlan, gpu_bytes: int, limits: Limits) -> Expected:
+def expected(settings: ServeSettings, needs: ModelNeeds, plan: WorkerPlan, gpu_bytes: int, limits: Limits) -> Expected:
     """Estimate the speed of one worker with this plan; gpu_bytes: memory of its GPU."""
-    weights, kv = weight_bytes(settings, needs, seat.device), needs.kv_bytes(kv_dtype(settings))
-    own = GPU_SHARE * (gpu_bytes - weights) if seat.device.startswith("cuda") else CPU_POOL_GIB * GIB
-    pool = seat.kv_cache_gib * GIB or own
+    weights, kv = weight_bytes(settings, needs, plan.device), needs.kv_bytes(kv_dtype(settings))
+    own = GPU_SHARE * (gpu_bytes - weights) if plan.device.startswith("cuda") else CPU_POOL_GIB * GIB
+    pool = plan.kv_cache_gib * GIB or own
     if settings.kv_blocks:
         pool = settings.kv_blocks * settings.block_size * kv
     return Expected(
@@ -78,7 +78,7 @@ def expected(settings: ServeSettings, needs: ModelNeeds, seat: WorkerPlan, gpu_b
         kv_per_token=kv,
         pool=pool,
         pool_tokens=int(pool // kv) if kv else 0,
-        tokens=limits.read / step_bytes(settings, needs, seat.device),
+        tokens=limits.read / step_bytes(settings, needs, plan.device),
         prompt_tokens=limits.multiply / needs.prompt_work(PROMPT),
     )
 
@@ -105,11 +105,11 @@ def _by_torch(device: torch.device, dtype: torch.dtype, wait: Callable[[], None]
     import torch
 
     def timed(call: Callable[[], object]) -> float:
-        def whole() -> None:
+        def synchronized() -> None:
             call()
             wait()
 
-        return _fastest(whole)
+        return _fastest(synchronized)
 
     size, side = READ_BYTES * (8 if device.type == "cuda" else 1), SIDE[device.type]
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))

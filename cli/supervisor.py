@@ -16,25 +16,26 @@ from kvferry.protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-"""Exits in a row of a child that was never ready, after which the supervisor gives up."""
+"""Consecutive exits of a child that was never ready after which the supervisor gives up."""
 DRAIN_S = 2.0
 """Maximum drain when all children end, in seconds: all must be gone five seconds after the signal."""
-LAST_GRACE_S = 0.4
+KILL_GRACE_S = 0.4
+"""Time for a child to exit after SIGKILL, and for the last children after SIGTERM, in seconds."""
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Delay before a restart: doubles from first_s to most_s, and starts over after healthy_s of health."""
+    """Delay before a restart: doubles from first_s to max_s, and starts over after healthy_s of health."""
 
     first_s: float = 0.5
-    most_s: float = 10.0
+    max_s: float = 10.0
     healthy_s: float = 60.0
     delay_s: float = 0.0
 
     def after(self, healthy_s: float) -> float:
         """Return the next delay for a process that was healthy for healthy_s before it exited."""
         fresh = not self.delay_s or healthy_s >= self.healthy_s
-        self.delay_s = self.first_s if fresh else min(2 * self.delay_s, self.most_s)
+        self.delay_s = self.first_s if fresh else min(2 * self.delay_s, self.max_s)
         return self.delay_s
 
 
@@ -80,7 +81,7 @@ class Supervisor:
         Each gets SIGTERM, a second one after drain_s to hurry it, and SIGKILL if it still runs after grace_s."""
         self._stopping = True
         await self._end([child for child in self._tasks if not child.command.ends_last], grace_s, drain_s)
-        await self._end([child for child in self._tasks if child.command.ends_last], LAST_GRACE_S, drain_s)
+        await self._end([child for child in self._tasks if child.command.ends_last], KILL_GRACE_S, drain_s)
 
     async def _end(self, children: Sequence[Child], grace_s: float, drain_s: float) -> None:
         tasks = [self._tasks[child] for child in children]
@@ -89,13 +90,13 @@ class Supervisor:
             if child.pid is None:
                 self._tasks[child].cancel()
         drain_s = min(drain_s, grace_s)
-        await _settle(tasks, drain_s)
+        await _wait(tasks, drain_s)
         for child in children:
             child.signal(signal.SIGTERM)
-        await _settle(tasks, grace_s - drain_s)
+        await _wait(tasks, grace_s - drain_s)
         for child in children:
             child.signal(signal.SIGKILL)
-        await _settle(tasks, LAST_GRACE_S)
+        await _wait(tasks, KILL_GRACE_S)
         for task in tasks:
             task.cancel()
 
@@ -109,16 +110,16 @@ class Supervisor:
             tries += 1
             if not child.ever_ready and child.command.reports:
                 _check_start(child, status, tries)
-            child.show_complaint()
+            child.show_startup_error()
             delay = backoff.after(child.healthy_s())
             log.warning("%s ended (%s); restarting it in %.1f s", child.name, describe(status), delay)
             await asyncio.sleep(delay)
 
-    async def watch(self, life: Coroutine[Any, Any, None], asked: asyncio.Event) -> None:
-        """Run `life` beside the children until it ends, `asked` is set, or a child cannot run.
+    async def watch(self, life: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
+        """Run `life` beside the children until it ends, `stop` is set, or a child cannot run.
 
         Raises what `life` raised, or `failure`."""
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(life), asyncio.create_task(asked.wait())]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(life), asyncio.create_task(stop.wait())]
         try:
             await asyncio.wait([*tasks, self.failure], return_when=asyncio.FIRST_COMPLETED)
             if not tasks[1].done():
@@ -146,18 +147,18 @@ def describe(status: int) -> str:
 
 def _check_start(child: Child, status: int, tries: int) -> None:
     if status == 2:
-        raise ConfigError(f"{child.name}: {child.complaint or child.last_words or 'ended with exit status 2'}")
+        raise ConfigError(f"{child.name}: {child.startup_error or child.last_line or 'ended with exit status 2'}")
     if tries >= START_TRIES:
-        said = child.complaint or child.last_words
-        story = f"ended {tries} times before it was ready ({describe(status)})"
-        raise StartupFailed(f"{child.name} {story}{f': {said}' if said else ''}", _shell_status(status))
+        reason = child.startup_error or child.last_line
+        outcome = f"ended {tries} times before it was ready ({describe(status)})"
+        raise StartupFailed(f"{child.name} {outcome}{f': {reason}' if reason else ''}", _shell_status(status))
 
 
 def _shell_status(status: int) -> int:
-    """Return the exit status that a shell would report: 128 plus a signal's number; 1 for 0, since no exit was due."""
+    """Return the exit status that a shell would report: 128 plus a signal's number; 1 for 0, an unexpected exit."""
     return 128 - status if status < 0 else status or 1
 
 
-async def _settle(tasks: Sequence[asyncio.Task[None]], timeout_s: float) -> None:
+async def _wait(tasks: Sequence[asyncio.Task[None]], timeout_s: float) -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=timeout_s)

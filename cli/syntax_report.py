@@ -13,14 +13,14 @@ def reported(settings: ServeSettings) -> tuple[str, bool]:
 
     Also return whether all calls that the chat templates show can be parsed. Raises ConfigError."""
     texts = load_text_models(settings)
-    told = [f"{_calls(text)}; {_reasoning(text)}" for text in texts]
+    reports = [f"{_calls(text)}; {_reasoning(text)}" for text in texts]
     if len(texts) > 1:
-        told = [f"{text.name}: {each}" for text, each in zip(texts, told, strict=True)]
-    return "; ".join(told), not any(map(_falls_back, texts))
+        reports = [f"{text.name}: {each}" for text, each in zip(texts, reports, strict=True)]
+    return "; ".join(reports), not any(map(_falls_back, texts))
 
 
 def _falls_back(text: TextModel) -> bool:
-    """Return whether the template shows tools or calls, but in a syntax that cannot be read."""
+    """Return whether the template shows tools or calls, but in a syntax that cannot be parsed."""
     template, dialect = text.template, text.dialect
     return template is not None and template.knows_tools and dialect is not None and not dialect.own
 

@@ -15,20 +15,20 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.live import Live
 
-from kvferry.cli.top_view import picture
+from kvferry.cli.top_view import render
 from kvferry.protocol.errors import KvferryError
 from kvferry.router.dashboard.state import State
 from kvferry.router.dashboard.units import seconds
 
 ANSWER_S = 5.0
-LEAVING, GONE = frozenset(b"qQ\x03"), b"q"
-"""Keys that quit, and the key that stands for a closed terminal."""
+QUIT_KEYS, CLOSED = frozenset(b"qQ\x03"), b"q"
+"""Keys that quit, and the key that represents a closed terminal."""
 PIPE_WIDTH = 160
 """Width of the output if it is not a terminal, in columns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Watching:
+class TopOptions:
     """Target of `kvferry top`: a router's URL without /v1, its API key and the refresh interval."""
 
     url: str
@@ -36,58 +36,58 @@ class Watching:
     interval: float
 
 
-class Unseen(KvferryError):
-    """The state of the cluster could not be fetched; the message says why."""
+class StateUnavailable(KvferryError):
+    """The state of the cluster could not be fetched; the message has the reason."""
 
 
-def fetch(client: httpx.Client, watching: Watching) -> State:
+def fetch(client: httpx.Client, options: TopOptions) -> State:
     """Fetch the current state from the router. Raises Unseen."""
-    headers = {"authorization": f"Bearer {watching.api_key}"} if watching.api_key else {}
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     try:
-        answer = client.get(f"{watching.url.rstrip('/')}/dashboard/state", headers=headers)
+        answer = client.get(f"{options.url.rstrip('/')}/dashboard/state", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise Unseen(f"no answer from {watching.url}: {error or type(error).__name__}") from error
+        raise StateUnavailable(f"no answer from {options.url}: {error or type(error).__name__}") from error
     if answer.status_code == 401:
-        raise Unseen(f"{watching.url} requires an API key: set --api-key or KVFERRY_API_KEY")
+        raise StateUnavailable(f"{options.url} requires an API key: set --api-key or KVFERRY_API_KEY")
     try:
         answer.raise_for_status()
         return State.model_validate_json(answer.content)
     except (httpx.HTTPStatusError, ValidationError) as error:
-        raise Unseen(f"{watching.url} is not a router of this version: status {answer.status_code}") from error
+        raise StateUnavailable(f"{options.url} is not a router of this version: status {answer.status_code}") from error
 
 
-def run_top(watching: Watching, *, once: bool, console: Console | None = None) -> int:
+def run_top(options: TopOptions, *, once: bool, console: Console | None = None) -> int:
     """Show the cluster until a key quits; print one snapshot if `once`, or if the output is not a terminal.
 
     Raises Unseen if the first fetch fails."""
     console = console or Console()
     with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
-        state = fetch(client, watching)
+        state = fetch(client, options)
         if once or not console.is_terminal:
             if not console.is_terminal and "COLUMNS" not in os.environ:
                 console.width = PIPE_WIDTH
-            console.print(picture(state, console.width))
+            console.print(render(state, console.width))
             return 0
         with keys() as pressed:
-            _show(console, client, watching, state, pressed)
+            _show(console, client, options, state, pressed)
     return 0
 
 
 def _show(
-    console: Console, client: httpx.Client, watching: Watching, state: State, pressed: Callable[[float], bytes]
+    console: Console, client: httpx.Client, options: TopOptions, state: State, pressed: Callable[[float], bytes]
 ) -> None:
     """Draw the state every interval until a key quits; if the router does not answer, keep the last state."""
-    trouble, heard = "", time.monotonic()
+    problem, fetched_at = "", time.monotonic()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            shown = picture(state, console.width, console.height - 1, trouble)
+            shown = render(state, console.width, console.height - 1, problem)
             live.update(shown, refresh=True)
-            if LEAVING & {*pressed(watching.interval)}:
+            if QUIT_KEYS & {*pressed(options.interval)}:
                 return
             try:
-                state, trouble, heard = fetch(client, watching), "", time.monotonic()
-            except Unseen as error:
-                trouble = f"as of {seconds(time.monotonic() - heard)} ago: {error.message}"
+                state, problem, fetched_at = fetch(client, options), "", time.monotonic()
+            except StateUnavailable as error:
+                problem = f"as of {seconds(time.monotonic() - fetched_at)} ago: {error.message}"
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def keys() -> Iterator[Callable[[float], bytes]]:
 
     def pressed(wait_s: float) -> bytes:
         ready, _, _ = select.select([terminal], [], [], wait_s)
-        return (os.read(terminal, 64) or GONE) if ready else b""
+        return (os.read(terminal, 64) or CLOSED) if ready else b""
 
     try:
         tty.setcbreak(terminal)

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.router.dashboard.state import Asked, Counts, Node, State, Suspect
+from kvferry.router.dashboard.state import Counts, Node, RequestSummary, State, Suspect
 from kvferry.router.dashboard.units import count, named, rate, seconds, share
 
 BAR, LEVELS = 24, " ▁▂▃▄▅▆▇█"
@@ -20,27 +20,27 @@ KINDS = (("active", "█", "cyan"), ("granted", "▓", "yellow"), ("cached", "�
 """Kinds of blocks: name, character in a bar (legible without colours), and style."""
 LINES = {"ship": ("═", "cyan"), "copy": ("┄", "yellow"), "move": ("━", "magenta")}
 """Kinds of transfers: line character and style."""
-LATELY_S = 60.0
+RECENT_S = 60.0
 SPARK = 40
 """Width of a sparkline, in columns."""
 WIDE, TALL = 118, 10_000
 """Minimum width that shows all columns, and a height in lines that shows all rows."""
-LEAST_ROWS = 3
-HEADS = 20
+MIN_ROWS = 3
+FIXED_LINES = 20
 """Lines of a picture other than rows of nodes, transfers, requests and events."""
 QUARANTINED = {"node": "suspected", "ships": "ships suspected", "quarantine": "quarantined"}
 
 
-def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = "") -> RenderableType:
+def render(state: State, width: int = WIDE, height: int = TALL, trouble: str = "") -> RenderableType:
     """Draw the state for a terminal of `width` columns and `height` lines.
 
     It shows as many rows as fit, but some of each kind; a narrow terminal omits the least important columns. trouble:
-    reason why the state is old."""
+    reason for which the state is outdated."""
     narrow = width < WIDE
-    fixed = HEADS + len(state.nodes) + min(len(state.transfers), LEAST_ROWS) + len(state.suspects)
-    room = max(3 * LEAST_ROWS, height - fixed)
-    running = min(len(state.running), room // 3)
-    events = min(len(state.events), room // 4)
+    fixed = FIXED_LINES + len(state.nodes) + min(len(state.transfers), MIN_ROWS) + len(state.suspects)
+    free_lines = max(3 * MIN_ROWS, height - fixed)
+    running = min(len(state.running), free_lines // 3)
+    events = min(len(state.events), free_lines // 4)
     parts: list[RenderableType] = [
         _head(state, trouble),
         _numbers(state),
@@ -48,12 +48,12 @@ def picture(state: State, width: int = WIDE, height: int = TALL, trouble: str = 
         _nodes(state.nodes, several=len(state.models) > 1, narrow=narrow),
         _legend(),
         Rule(f"transfers of the last {seconds(state.transfers_s)}", align="left", style="dim"),
-        _transfers(state, LEAST_ROWS if height < TALL else len(state.transfers)),
+        _transfers(state, MIN_ROWS if height < TALL else len(state.transfers)),
         *map(_suspect, state.suspects),
         Rule(f"in flight: {state.running_total}", align="left", style="dim"),
         _requests(state.running[:running], narrow=narrow),
         Rule("recent requests", align="left", style="dim"),
-        _requests(state.recent[: room - running - events], narrow=narrow),
+        _requests(state.recent[: free_lines - running - events], narrow=narrow),
         Rule("events", align="left", style="dim"),
         _events(state, events),
     ]
@@ -73,16 +73,16 @@ def _head(state: State, trouble: str) -> Text:
 
 def _numbers(state: State) -> Table:
     window = Counts.of(state.points)
-    lately = Counts.of([point for point in state.points if point.ago_s < LATELY_S])
+    recent = Counts.of([point for point in state.points if point.ago_s < RECENT_S])
     missed = sum(window.missed.values())
-    pace = count(lately.output / lately.seconds) if lately.seconds >= 1 else "–"
+    pace = count(recent.output / recent.seconds) if recent.seconds >= 1 else "–"
     table = Table.grid(padding=(0, 3))
     table.add_row(
         _pair("in flight", str(state.running_total)),
         _pair("queued", str(state.queued)),
         _pair("tokens/s", pace),
-        _pair("TTFT", seconds(lately.first_token_s)),
-        _pair("ITL", seconds(lately.itl_s)),
+        _pair("TTFT", seconds(recent.first_token_s)),
+        _pair("ITL", seconds(recent.itl_s)),
         _pair("requests", count(state.total.requests)),
         _pair("failed", count(state.total.failed), "red" if state.total.failed else ""),
     )
@@ -99,14 +99,14 @@ def _numbers(state: State) -> Table:
 
 def _reasons(numbers: Mapping[str, int]) -> tuple[str, str]:
     """Return the counts by reason as text, and its style."""
-    told = ", ".join(
+    text = ", ".join(
         f"{named(reason).replace('_', ' ')} {count(number)}" for reason, number in numbers.items() if number
     )
-    return (told, "red") if told else ("none", "dim")
+    return (text, "red") if text else ("none", "dim")
 
 
 def spark(points: Sequence[Counts]) -> str:
-    """Return the hit rate over time in at most SPARK columns, the latest at the right; blank where no prompt came."""
+    """Return the hit rate over time in at most SPARK columns, the latest at the right; blank without prompts."""
     each = max(1, -(-len(points) // SPARK))
     rates = [Counts.of(points[max(0, end - each) : end]).hit_rate for end in range(len(points), 0, -each)][::-1]
     return "".join(" " if found is None else LEVELS[max(1, round(found * (len(LEVELS) - 1)))] for found in rates)
@@ -136,29 +136,29 @@ def _nodes(nodes: Sequence[Node], *, several: bool, narrow: bool) -> Table:
     rows = Rows("node", "?model" if several else "-", "state", "pool", "?>blocks", ">running", ">waiting", ">own",
                 "?>tokens/s", "?>step", narrow=narrow)  # fmt: skip
     for node in nodes:
-        most = f"/{node.most_running}" if node.most_running else ""
+        limit = f"/{node.most_running}" if node.most_running else ""
         waiting = f"{node.waiting}" + (f" ({count(node.waiting_tokens)} tokens)" if node.waiting_tokens else "")
-        well = node.state == "ready" and not node.trouble
+        healthy = node.state == "ready" and not node.trouble
         rows.add(
-            _text(node.id), _text(node.model), _text(node.trouble or node.state, "green" if well else "red"),
-            pool(node, BAR * 2 // 3 if narrow else BAR), count(node.blocks.total), f"{node.running}{most}", waiting,
+            _text(node.id), _text(node.model), _text(node.trouble or node.state, "green" if healthy else "red"),
+            pool(node, BAR * 2 // 3 if narrow else BAR), count(node.blocks.total), f"{node.running}{limit}", waiting,
             str(node.streams), count(node.prefill_tokens_per_s), seconds(node.step_s),
         )  # fmt: skip
     return rows.table
 
 
-def _transfers(state: State, most: int) -> RenderableType:
+def _transfers(state: State, limit: int) -> RenderableType:
     if not state.transfers:
         return Text("none", "dim")
     table = Table.grid(padding=(0, 2))
     highest = max(each.bytes_per_s for each in state.transfers) or 1.0
-    for each in state.transfers[:most]:
+    for each in state.transfers[:limit]:
         sign, style = LINES[each.kind]
         line = sign * min(10, max(1, round(10 * each.bytes_per_s / highest))) + "▶"
         names = {"ship": "ships", "copy": "copies", "move": "migrations"}
-        told = f"{each.transfers} {names[each.kind]}, {count(each.blocks)} blocks"
-        told += f", {seconds(each.seconds)} each" if each.seconds is not None else ""
-        table.add_row(_text(each.source), Text(line, style), _text(each.target), rate(each.bytes_per_s), told)
+        counts = f"{each.transfers} {names[each.kind]}, {count(each.blocks)} blocks"
+        counts += f", {seconds(each.seconds)} each" if each.seconds is not None else ""
+        table.add_row(_text(each.source), Text(line, style), _text(each.target), rate(each.bytes_per_s), counts)
     return table
 
 
@@ -167,7 +167,7 @@ def _suspect(each: Suspect) -> Text:
     return Text(f"{QUARANTINED[each.kind]}: {named(where)}, {seconds(each.seconds)} more", "red")
 
 
-def _requests(rows: Sequence[Asked], *, narrow: bool) -> RenderableType:
+def _requests(rows: Sequence[RequestSummary], *, narrow: bool) -> RenderableType:
     if not rows:
         return Text("none", "dim")
     made = Rows("request", "?tenant", "route", ">prompt", ">reused", ">output", "?>first", ">total", "?>retries",
@@ -175,20 +175,20 @@ def _requests(rows: Sequence[Asked], *, narrow: bool) -> RenderableType:
     for row in rows:
         route = " → ".join(filter(None, (row.prefill, row.decode))) or "–"
         reused = share(row.cached / row.prompt if row.prompt and row.first_token_s is not None else None)
-        well = row.outcome in ("running", "done", "cancelled")
+        healthy = row.outcome in ("running", "done", "cancelled")
         made.add(
             _text(row.id or "another tenant's"), _text(row.tenant), _text(route), str(row.prompt), reused,
             str(row.output), seconds(row.first_token_s), seconds(row.seconds), str(row.retries or ""),
-            _text(row.outcome, "" if well else "red"),
+            _text(row.outcome, "" if healthy else "red"),
         )  # fmt: skip
     return made.table
 
 
-def _events(state: State, most: int) -> RenderableType:
+def _events(state: State, limit: int) -> RenderableType:
     if not state.events:
         return Text("none", "dim")
     rows = Rows(">ago", "what", "nodes", "request", "why")
-    for event in state.events[:most]:
+    for event in state.events[:limit]:
         words = (event.kind.replace("_", " "), ", ".join(event.nodes), event.request, event.told)
         rows.add(seconds(event.ago_s), *map(_text, words))
     return rows.table

@@ -70,7 +70,7 @@ class Journals(Protocol):
         """Return a journal with its entries from number `since` on; None if there is none."""
 
     async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
-        """Become the owner of a journal without a live owner, or by force of any journal; return whether it succeeded."""
+        """Become the owner of a journal without a live owner, or by force of any; return whether it succeeded."""
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
         """Release a journal, which expires in `ttl_s`; return False if `owner` did not own it."""

@@ -19,7 +19,7 @@ from kvferry.protocol.epp_settings import EppSettings
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.main import GARBAGE, HURRY_S, SWITCH_S, Store
+from kvferry.router.main import GC_THRESHOLD, HURRY_S, SWITCH_S, Store
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_models
 from kvferry.router.worker_peers.exposition import scraped
@@ -47,7 +47,7 @@ async def serve_epp(settings: EppSettings) -> None:
     finish within `request_timeout`. SIGINT or a second signal ends it within HURRY_S. Raises ConfigError if the extra
     `epp` is not installed, or if a port, the model or Redis cannot be used. If Redis does not answer yet, it waits."""
     sys.setswitchinterval(SWITCH_S)
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GC_THRESHOLD)
     stop = StopSignal()
     stop.listen()
     allow_descriptors()

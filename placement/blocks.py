@@ -7,7 +7,7 @@ from kvferry.protocol.layout import blocks_for
 
 EXPECTED_OUTPUT = 128
 """Expected tokens until a running request frees its blocks; used only while a decode node is full."""
-SHORTEST_STEP_S = 1e-4
+MIN_STEP_S = 1e-4
 """Lower bound of a decode step's time, in seconds."""
 
 
@@ -20,10 +20,10 @@ def cached_len(node: NodeView, demand: Demand) -> int:
         return 0
     if demand.beside is not None and node.key == demand.beside:
         return demand.total_len - 1
-    return whole_len(node, demand)
+    return held_len(node, demand)
 
 
-def whole_len(node: NodeView, demand: Demand) -> int:
+def held_len(node: NodeView, demand: Demand) -> int:
     """Return the tokens of the prompt that the node holds in whole blocks, without the last token."""
     size = node.lease.block_size
     return min(node.cached_len, demand.total_len - 1) // size * size
@@ -55,7 +55,7 @@ def missing_blocks(node: NodeView, demand: Demand) -> int:
 
 
 def crowded(node: NodeView) -> bool:
-    """Return whether requests wait on the node for blocks that others hold."""
+    """Return whether requests on the node wait for blocks of other requests."""
     load = node.lease.load
     return load.total_blocks > 0 and (load.waiting_requests > 0 or node.free_blocks + load.cached_blocks < 0)
 
@@ -65,15 +65,15 @@ def fits(node: NodeView, demand: Demand) -> bool:
     return demand.total_len < node.pool_tokens
 
 
-def has_room(node: NodeView, demand: Demand) -> bool:
+def has_capacity(node: NodeView, demand: Demand) -> bool:
     """Return whether a decode node accepts the request, even if it has to wait there."""
     return fits(node, demand) and (demand.recovers or new_blocks(node, demand) <= node.spare_blocks)
 
 
 def freed_per_s(node: NodeView) -> float:
-    """Return the blocks per second that a decode node's requests will free, once all that have capacity run.
+    """Return the blocks per second that a decode node's requests will free, once all requests that fit run.
 
     Right after a node's start, all its requests may still wait."""
     load = node.lease.load
     busy = max(1, load.active_blocks, min(load.total_blocks, load.active_blocks + node.pending_blocks))
-    return busy / (EXPECTED_OUTPUT * max(node.lease.rates.step_s, SHORTEST_STEP_S))
+    return busy / (EXPECTED_OUTPUT * max(node.lease.rates.step_s, MIN_STEP_S))

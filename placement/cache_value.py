@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvferry.placement.blocks import uncached_len
-from kvferry.placement.tier_reads import found_len
+from kvferry.placement.tier_reads import reused_len
 from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.layout import blocks_for
 
 WEIGHT = 0.02
 """Weight of one prompt in the moving averages of reused and computed tokens."""
-MOST = 2.0
+MAX_REUSES = 2.0
 """Maximum number of expected reuses of a cached token.
 
 Evicted blocks are the least recently used ones, so they are worth less than the average."""
@@ -24,9 +24,9 @@ class CacheValue:
     @property
     def times(self) -> float:
         """Return the expected number of reuses of a cached token, at most MOST."""
-        return min(MOST, self._reused / self._computed) if self._computed > 0 else 0.0
+        return min(MAX_REUSES, self._reused / self._computed) if self._computed > 0 else 0.0
 
-    def saw(self, reused: int, length: int) -> None:
+    def record(self, reused: int, length: int) -> None:
         """Record a prompt of `length` tokens, `reused` of them from a cache."""
         self._reused += WEIGHT * (reused - self._reused)
         self._computed += WEIGHT * (length - reused - self._computed)
@@ -49,10 +49,10 @@ def displaced_s(node: NodeView, demand: Demand) -> float:
     return demand.worth * tokens / node.rate
 
 
-def spared_s(node: NodeView, demand: Demand, queue_s: float) -> float:
+def saved_s(node: NodeView, demand: Demand, queue_s: float) -> float:
     """Return the seconds that later requests save because the node need not compute cached tokens.
 
-    queue_s: shortest queue of all nodes. As many prompts like this one follow it as can be computed in that time, and
-    each waits less. So a cached prefix justifies a longer queue, in proportion to the shortest one: under overload,
-    computing less matters more than starting early. 0 if prompts share nothing."""
-    return queue_s * found_len(node, demand) / demand.total_len if demand.worth else 0.0
+    queue_s: shortest queue of all nodes. The prompts that can be computed in that time follow this one, and each waits
+    less. So a cached prefix justifies a longer queue, in proportion to the shortest one: under overload, computing less
+    matters more than starting early. 0 if prompts share no prefixes."""
+    return queue_s * reused_len(node, demand) / demand.total_len if demand.worth else 0.0

@@ -29,8 +29,8 @@ class Capacity:
 def capacity(leases: Iterable[NodeLease]) -> Capacity:
     """Return the capacity of the ready nodes.
 
-    Prefill nodes compute prompts; decode nodes do if no prefill node shares their fingerprint. If one decode node does
-    not report its limit of sequences, the sum is unknown."""
+    Prefill nodes compute prompts, and so do decode nodes if no prefill node shares their fingerprint. If one decode
+    node does not report its limit of sequences, the sum is unknown."""
     ready = [lease for lease in leases if lease.state == "ready"]
     decodes = [lease for lease in ready if lease.role == "decode"]
     helped = {lease.fingerprint for lease in ready if lease.role == "prefill"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.placement.blocks import freed_per_s, missing_blocks
 from kvferry.placement.cache_value import displaced_s
 from kvferry.placement.fetching import fetching
-from kvferry.placement.tier_reads import by_itself_s
+from kvferry.placement.tier_reads import own_read_s
 from kvferry.placement.types import Demand, NodeView
 
 HANDOFF_S = 0.002
@@ -17,16 +17,16 @@ def queue_s(node: NodeView, demand: Demand) -> float:
     return 0.0 if demand.recovers else node.queue_s
 
 
-def doubt_s(node: NodeView, demand: Demand) -> float:
+def penalty_s(node: NodeView, demand: Demand) -> float:
     """Return the penalty of a suspected node, in seconds."""
-    return demand.doubts.get(node.key, 0.0) if demand.doubts else 0.0
+    return demand.penalties.get(node.key, 0.0) if demand.penalties else 0.0
 
 
 def compute_s(node: NodeView, demand: Demand) -> float:
     """Return the seconds to compute the tokens the node lacks, after reading or fetching some if that is faster."""
     if demand.holders and (fetch := fetching(node, demand)):
         return fetch.seconds
-    return by_itself_s(node, demand)
+    return own_read_s(node, demand)
 
 
 def wait_s(node: NodeView, demand: Demand) -> float:
@@ -38,7 +38,7 @@ def wait_s(node: NodeView, demand: Demand) -> float:
     return node.step_s + missing / freed_per_s(node) if missing > 0 else node.step_s
 
 
-def harm_s(node: NodeView, compute_s: float) -> float:
+def interference_s(node: NodeView, compute_s: float) -> float:
     """Return the delay that computing the prompt causes, summed over all streams of a decode node, in seconds.
 
     It counts one more stream than the node has, so that an idle decode node is kept free for the next stream."""
@@ -47,12 +47,12 @@ def harm_s(node: NodeView, compute_s: float) -> float:
 
 def own_s(demand: Demand, node: NodeView, seconds: float) -> float:
     """Return the cost to others, in seconds, of computing a prompt for `seconds` on a decode node."""
-    return harm_s(node, seconds) + risk_s(node, demand)
+    return interference_s(node, seconds) + penalties_s(node, demand)
 
 
-def risk_s(node: NodeView, demand: Demand) -> float:
+def penalties_s(node: NodeView, demand: Demand) -> float:
     """Return the cost, in seconds, of expected failures and evictions, which do not delay the request itself."""
-    return doubt_s(node, demand) + displaced_s(node, demand)
+    return penalty_s(node, demand) + displaced_s(node, demand)
 
 
 def first_s(node: NodeView, demand: Demand) -> float:

@@ -9,8 +9,8 @@ from kvferry.placement.types import NodeKey
 
 USUAL_TOKENS_PER_S = 30.0
 """Rate assumed for an encoder that has not encoded yet, in tokens of media per second: that of a slow CPU."""
-BESIDE_PROMPTS = 2.0
-"""Factor on the encoding time of a node that also computes prompts, since those wait meanwhile."""
+PROMPT_DELAY = 2.0
+"""Factor on the encoding time of a node that also computes prompts, which wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Encoder:
 
 
 def ranked(encoders: Sequence[Encoder], own: Encoder) -> list[Encoder]:
-    """Return the encode nodes that are worth asking, the fastest first; none if the prompt's node is as fast.
+    """Return the encode nodes that are faster than the prompt's node, the fastest first.
 
     own: the node that computes the prompt. A node that has not encoded yet counts as fast as that one. Equal
     nodes stay in the order given."""
     if not own.missing:
         return []
     known = [replace(each, tokens_per_s=each.tokens_per_s or own.tokens_per_s) for each in encoders]
-    limit_s = BESIDE_PROMPTS * own.encode_s if own.tokens_per_s else float("inf")
+    limit_s = PROMPT_DELAY * own.encode_s if own.tokens_per_s else float("inf")
     return sorted((each for each in known if each.seconds < limit_s), key=lambda each: each.seconds)
 
 

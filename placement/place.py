@@ -1,7 +1,7 @@
 """Main placement function: chooses the (prefill, decode) pair, or the single node, with the least cost in seconds.
 
     remote(P, D) = wait(P) + uncached(P)/rate(P) + exposed_bytes/bandwidth(P→D) + wait(D)
-    local(D)     = wait(D) + uncached(D)/rate(D) + harm to the running streams of D
+    local(D)     = wait(D) + uncached(D)/rate(D) + delay of the running streams of D
 
 Pure: the same arguments give the same placement. Cache reuse counts only as seconds of computing and shipping saved, so
 a node with a cached prefix is not chosen once its queue costs more than that."""
@@ -14,16 +14,16 @@ from math import inf
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from kvferry.placement.blocks import fits, freed_per_s, has_room, new_blocks, shipped_blocks, uncached_len
-from kvferry.placement.cache_value import spared_s
-from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, first_s, own_s, queue_s, risk_s, wait_s
+from kvferry.placement.blocks import fits, freed_per_s, has_capacity, new_blocks, shipped_blocks, uncached_len
+from kvferry.placement.cache_value import saved_s
+from kvferry.placement.costs import HANDOFF_S, compute_s, first_s, own_s, penalties_s, penalty_s, queue_s, wait_s
 from kvferry.placement.fetching import holders, with_fetch
-from kvferry.placement.pairs import First, Ready, cheapest_pair, pair_s
+from kvferry.placement.pairs import DecodeHalf, PrefillHalf, cheapest_pair, pair_s
 from kvferry.placement.rejections import full, no_nodes, too_long
 from kvferry.placement.stream_targets import idle_prefills, within_target
-from kvferry.placement.tier_reads import found_len
+from kvferry.placement.tier_reads import reused_len
 from kvferry.placement.types import Demand, NodeView, Placement, unbroken
-from kvferry.placement.uncached_nodes import alone, alone_from_s, apart, firsts, readies
+from kvferry.placement.uncached_nodes import decode_halves, local_bound_s, local_costs, prefill_halves, split_plain
 from kvferry.protocol.errors import ContextLengthExceeded, KvferryError, NoNodes, Overloaded
 
 NOISE = 0.2
@@ -35,20 +35,20 @@ class Decodes(NamedTuple):
 
     plain: nodes that hold nothing of the prompt (see `uncached_nodes.apart`)."""
 
-    plain: list[Ready]
-    others: list[Ready]
+    plain: list[DecodeHalf]
+    others: list[DecodeHalf]
 
 
 Half = TypeVar("Half", bound=tuple[Any, ...])
-"""Figures of one half of a pair, with the node as the last element."""
+"""Costs of one half of a pair, with the node as the last element."""
 
 
 def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
-    """Return the cheapest placement; of equal nodes (see NOISE) the one that was not chosen for longest.
+    """Return the cheapest placement; of equal nodes (see NOISE) the least recently chosen one.
 
     O(n) for n nodes if few decode nodes hold any of the prompt; see `pairs` and `uncached_nodes`. Raises NoNodes
     without a usable node, ContextLengthExceeded if the request fits into no pool, and Overloaded if every decode node
-    that could hold it is beyond its capacity. The first and the last have retry_after."""
+    that could hold it is beyond its capacity. NoNodes and Overloaded have retry_after."""
     usable = [node for node in nodes if node.key not in demand.excluded] if demand.excluded else nodes
     if found := holders(demand, usable):
         demand = replace(demand, holders=found)
@@ -59,9 +59,9 @@ def place(demand: Demand, nodes: Sequence[NodeView]) -> Placement:
 def place_among(groups: Sequence[tuple[Demand, Sequence[NodeView]]]) -> Placement:
     """Return the cheapest placement over groups of nodes, each with its demand, so that no pair mixes two groups.
 
-    Of equal nodes (see NOISE) it is the one that was not chosen for longest, as within a group. With one group it is
-    `place`. Raises what `place` raises: Overloaded if a group could take the request later, ContextLengthExceeded if it
-    fits into no group."""
+    Of equal nodes (see NOISE) it is the least recently chosen one, as within a group. With one group the result is that
+    of `place`. Raises what `place` raises: Overloaded if a group could take the request later, ContextLengthExceeded if
+    it fits into no group."""
     if len(groups) == 1:
         return place(*groups[0])
     found: list[tuple[float, Placement, NodeView]] = []
@@ -75,17 +75,17 @@ def place_among(groups: Sequence[tuple[Demand, Sequence[NodeView]]]) -> Placemen
             lease = placement.prefill or placement.decode
             found.append((placement.cost_s, placement, next(node for node in nodes if node.lease is lease)))
     if not found:
-        raise _most_hopeful(refusals, groups)
+        raise _soonest_error(refusals, groups)
     least = min(found, key=itemgetter(0))
-    return _whose_turn(found, least, least[0], itemgetter(0))[1]
+    return _least_recent(found, least, least[0], itemgetter(0))[1]
 
 
-def _most_hopeful(
+def _soonest_error(
     refusals: Sequence[KvferryError], groups: Sequence[tuple[Demand, Sequence[NodeView]]]
 ) -> KvferryError:
     """Return the error for a request that all groups refuse.
 
-    The request is not too long if it fits into the pool of a node that is only excluded for now."""
+    The request is not too long if it fits into the pool of a temporarily excluded node."""
     if full := [error for error in refusals if isinstance(error, Overloaded)]:
         return min(full, key=lambda error: error.retry_after or 0.0)
     demand, _ = groups[0]
@@ -96,9 +96,9 @@ def _most_hopeful(
 def _place(demand: Demand, usable: Sequence[NodeView]) -> Placement:
     prefills = _prefills(demand, usable)
     if demand.prompt_only and prefills:
-        return _alone(demand, prefills)
+        return _prefill_only(demand, prefills)
     decodes = _decodes(demand, usable)
-    short = _short(demand, decodes)
+    short = _local_candidates(demand, decodes)
     remote = None if any(short) or demand.prompt_only or not prefills else _remote(demand, prefills, decodes)
     local = _local(demand, short if any(short) else decodes, remote.cost_s if remote else inf)
     if local and (not remote or local.cost_s <= remote.cost_s):
@@ -114,7 +114,7 @@ def _prefills(demand: Demand, usable: Iterable[NodeView]) -> list[NodeView]:
     if demand.pinned:
         prefills = [node for node in prefills if node.key == demand.pinned] or prefills
     fitting = [node for node in prefills if demand.total_len < node.pool_tokens]
-    return idle_prefills(fitting) if demand.patient else fitting
+    return idle_prefills(fitting) if demand.background else fitting
 
 
 def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
@@ -122,17 +122,17 @@ def _decodes(demand: Demand, usable: Iterable[NodeView]) -> Decodes:
     decodes = [node for node in usable if node.role == "decode"]
     if demand.source and demand.broken:
         decodes = [node for node in decodes if unbroken(demand, demand.source, node.key)]
-    plain, others = apart(demand, decodes)
-    roomy = Decodes(
-        readies(demand, plain),
-        [(wait_s(node, demand), shipped_blocks(node, demand), node) for node in others if has_room(node, demand)],
+    plain, others = split_plain(demand, decodes)
+    with_capacity = Decodes(
+        decode_halves(demand, plain),
+        [(wait_s(node, demand), shipped_blocks(node, demand), node) for node in others if has_capacity(node, demand)],
     )
-    if not any(roomy):
+    if not any(with_capacity):
         raise _refusal(demand, decodes)
-    return Decodes(*within_target(demand, roomy)) if demand.itl_s < inf or demand.patient else roomy
+    return Decodes(*within_target(demand, with_capacity)) if demand.itl_s < inf or demand.background else with_capacity
 
 
-def _short(demand: Demand, decodes: Decodes) -> Decodes:
+def _local_candidates(demand: Demand, decodes: Decodes) -> Decodes:
     """Return the decode nodes that have at most `local_tokens` to compute."""
     most = demand.local_tokens
     plain = decodes.plain if most >= demand.total_len else []
@@ -149,10 +149,10 @@ def _refusal(demand: Demand, decodes: Sequence[NodeView]) -> KvferryError:
     return full(min((new_blocks(node, demand) - node.spare_blocks) / freed_per_s(node) for node in fitting))
 
 
-def _alone(demand: Demand, prefills: Sequence[NodeView]) -> Placement:
-    cost_s, node = _cheapest([(cost_s, node) for cost_s, _, node in _firsts(demand, prefills)])
+def _prefill_only(demand: Demand, prefills: Sequence[NodeView]) -> Placement:
+    cost_s, node = _cheapest([(cost_s, node) for cost_s, _, node in _prefill_halves(demand, prefills)])
     first_token_s, waits_s = first_s(node, demand), queue_s(node, demand)
-    return Placement(node.lease, None, found_len(node, demand), cost_s, first_token_s, queue_s=waits_s)
+    return Placement(node.lease, None, reused_len(node, demand), cost_s, first_token_s, queue_s=waits_s)
 
 
 def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None:
@@ -163,22 +163,22 @@ def _local(demand: Demand, decodes: Decodes, limit_s: float) -> Placement | None
     for wait, _, node in decodes.others:
         seconds = compute_s(node, demand)
         costs.append((queue_s(node, demand) + wait + seconds + own_s(demand, node, seconds), node))
-    if limit_s < min([alone_from_s(demand, decodes.plain), *(cost_s for cost_s, _ in costs)]):
+    if limit_s < min([local_bound_s(demand, decodes.plain), *(cost_s for cost_s, _ in costs)]):
         return None
-    costs += alone(demand, decodes.plain)
+    costs += local_costs(demand, decodes.plain)
     cost_s, node = _cheapest(costs)
     others_s = own_s(demand, node, compute_s(node, demand))
-    waits_s, found = queue_s(node, demand), found_len(node, demand)
+    waits_s, found = queue_s(node, demand), reused_len(node, demand)
     return Placement(None, node.lease, found, cost_s, cost_s - others_s, queue_s=waits_s)
 
 
-def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.0) -> list[First]:
+def _prefill_halves(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.0) -> list[PrefillHalf]:
     """Return the prefill halves of pairs. shortest_s: shortest queue of the nodes, for `spared_s`."""
-    plain, others = apart(demand, prefills)
-    found = firsts(demand, plain, shortest_s)
+    plain, others = split_plain(demand, prefills)
+    found = prefill_halves(demand, plain, shortest_s)
     for node in others:
         seconds = compute_s(node, demand)
-        others_s = risk_s(node, demand) - spared_s(node, demand, shortest_s)
+        others_s = penalties_s(node, demand) - saved_s(node, demand, shortest_s)
         found.append((queue_s(node, demand) + seconds + others_s, seconds, node))
     return found
 
@@ -186,16 +186,16 @@ def _firsts(demand: Demand, prefills: Sequence[NodeView], shortest_s: float = 0.
 def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Decodes) -> Placement | None:
     """Return the cheapest pair, or one with two equal halves; None if all pairs are broken."""
     shortest_s = min([queue_s(node, demand) for node in prefills]) if demand.worth else 0.0
-    before = _firsts(demand, prefills, shortest_s)
-    behind = [(wait + HANDOFF_S, blocks, node) for wait, blocks, node in decodes.plain]
-    behind += [(wait + HANDOFF_S + doubt_s(node, demand), blocks, node) for wait, blocks, node in decodes.others]
-    least_s, first, ready = cheapest_pair(demand, before, behind)
+    prefill_side = _prefill_halves(demand, prefills, shortest_s)
+    decode_side = [(wait + HANDOFF_S, blocks, node) for wait, blocks, node in decodes.plain]
+    decode_side += [(wait + HANDOFF_S + penalty_s(node, demand), blocks, node) for wait, blocks, node in decodes.others]
+    least_s, first, ready = cheapest_pair(demand, prefill_side, decode_side)
     if least_s == inf:
         return None
-    first = _whose_turn(before, first, least_s, lambda other: pair_s(demand, other, ready))
-    ready = _whose_turn(behind, ready, least_s, lambda other: pair_s(demand, first, other))
+    first = _least_recent(prefill_side, first, least_s, lambda other: pair_s(demand, other, ready))
+    ready = _least_recent(decode_side, ready, least_s, lambda other: pair_s(demand, first, other))
     prefill, cost_s = first[-1], pair_s(demand, first, ready)
-    found, first_token_s = found_len(prefill, demand), first_s(prefill, demand)
+    found, first_token_s = reused_len(prefill, demand), first_s(prefill, demand)
     waits_s = queue_s(prefill, demand)
     return Placement(prefill.lease, ready[-1].lease, found, cost_s, first_token_s, queue_s=waits_s)
 
@@ -203,10 +203,10 @@ def _remote(demand: Demand, prefills: Sequence[NodeView], decodes: Decodes) -> P
 def _cheapest(costs: Sequence[tuple[float, NodeView]]) -> tuple[float, NodeView]:
     least_s = min(costs, key=itemgetter(0))[0]
     cheapest = min((each for each in costs if each[0] == least_s), key=lambda each: each[1].turn)
-    return _whose_turn(costs, cheapest, least_s, itemgetter(0))
+    return _least_recent(costs, cheapest, least_s, itemgetter(0))
 
 
-def _whose_turn(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: Callable[[Half], float]) -> Half:
+def _least_recent(halves: Iterable[Half], cheapest: Half, least_s: float, cost_s: Callable[[Half], float]) -> Half:
     """Return the first node in turn order that equals the cheapest: same counts, and a cost within NOISE."""
     limit_s, node = least_s * (1 + NOISE), cheapest[-1]
     turn, counted, held, kept = node.turn, node.counted, node.cached_len, _tokens(node)

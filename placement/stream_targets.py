@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from kvferry.placement.blocks import EXPECTED_OUTPUT, missing_blocks
-from kvferry.placement.pairs import Ready
+from kvferry.placement.pairs import DecodeHalf
 from kvferry.placement.rejections import too_slow
 from kvferry.placement.types import Demand, NodeView
 
@@ -17,23 +17,23 @@ ROUNDING = 1 + 1e-9
 def streams_over(node: NodeView, itl_s: float) -> float:
     """Return the number of streams that must end before the node can take another one; 0 if none.
 
-    An idle node always takes one, since waiting could not help."""
+    An idle node always takes one, since waiting would not help."""
     if node.next_itl_s <= itl_s * ROUNDING:
         return 0
-    rates, seats = node.lease.rates, node.lease.max_num_seqs or inf
+    rates, slots = node.lease.rates, node.lease.max_num_seqs or inf
     spare_s = itl_s * ROUNDING - (rates.alone_s or rates.step_s)
     more = spare_s // rates.stream_s if rates.alone_s and rates.stream_s else inf
     most = 1 + more if spare_s >= 0 else 1
-    return max(1, node.streams + 1 - min(seats, most))
+    return max(1, node.streams + 1 - min(slots, most))
 
 
-def within_target(demand: Demand, halves: Iterable[Sequence[Ready]]) -> list[list[Ready]]:
+def within_target(demand: Demand, halves: Iterable[Sequence[DecodeHalf]]) -> list[list[DecodeHalf]]:
     """Return the decode nodes that can take the stream within its target.
 
     Raises TargetMissed without such a node, but returns all for a stream that has begun, which must continue."""
     given, limit_s = [list(half) for half in halves], demand.itl_s * ROUNDING
     fast = [[each for each in half if each[-1].next_itl_s <= limit_s] for half in given]
-    if demand.patient:
+    if demand.background:
         fast = [[each for each in half if not _delayed(each[-1], demand)] for half in fast]
     if any(fast):
         return fast
@@ -51,7 +51,7 @@ def idle_prefills(prefills: Sequence[NodeView]) -> list[NodeView]:
 
 
 def _delayed(node: NodeView, demand: Demand) -> bool:
-    """Return whether a patient request would wait there and delay others."""
+    """Return whether a background request would wait on the node or delay other requests."""
     return node.waiting_tokens > 0 or missing_blocks(node, demand) > 0
 
 

@@ -16,14 +16,14 @@ NodeKey = tuple[str, int]
 Pair = tuple[NodeKey | None, NodeKey | None]
 """(prefill, decode); None stands for all nodes."""
 
-BACKLOG = 4
-"""A decode node accepts requests until blocks in use and requested reach this multiple of its pool."""
+MAX_BACKLOG = 4
+"""Multiple of a decode node's pool up to which it accepts requests, by used and requested blocks."""
 UNKNOWN_BLOCKS = 10**12
 """Number of blocks assumed for a pool of unknown size, so that it never limits."""
 STREAM_SHARE = 0.05
 """Relative increase of a decode step's time per running stream."""
-PASSED = 0.25
-"""Relative increase of a prompt's wait by shorter prompts that come later and pass it (see `engine.request_table`)."""
+OVERTAKEN = 0.25
+"""Relative increase of a prompt's wait by later, shorter prompts that overtake it (see `engine.request_table`)."""
 
 
 class TierPrefix(NamedTuple):
@@ -45,25 +45,22 @@ class NodeView:
     kept              prefixes of this request in the node's own tiers, the fastest first
     placed            increasing count at which the node was last chosen; equal nodes take turns by it
 
-    Derived once per view, because each placement reads them for every node:
+    The following are derived once per view, because each placement reads them for every node:
 
     key               node id and epoch
-    role              of the node if it is ready, else empty
-    bare_size         tokens of a block if the node holds nothing of this request, else 0
+    role              role of the node if it is ready, else empty
+    plain_block_size  tokens of a block if the node holds nothing of this request, else 0
     turn              order of equal nodes; the lowest comes first
     counted           counts that equal nodes have in common, besides cached_len
     rate              prompt tokens computed per second
     queue_s           seconds until the queued prompt tokens are computed
     step_s            seconds of a decode step, stretched by the streams
-    next_itl_s        seconds between tokens with one more stream; 0 on an idle node, infinite without a free seat
-    block_s           seconds to ship a block from there
-    gain_s            seconds saved per token by reading from the shared store instead of computing; 0 if none
-    total_blocks      of the pool
-    pool_tokens       capacity of the pool in tokens
-    free_blocks       free and not promised to other requests
-    unclaimed_blocks  free and not needed by queued prompts
-    ready_blocks      available at once to a request with nothing cached there
-    spare_blocks      for which a decode node still accepts requests; negative beyond its limit
+    next_itl_s        seconds between tokens with one more stream; 0 on an idle node, infinite without a free sequence
+    slot block_s           seconds to ship a block from there gain_s            seconds saved per token by reading from
+    the shared store instead of computing; 0 if none total_blocks      blocks of the pool pool_tokens       capacity of
+    the pool in tokens free_blocks       free blocks that are not reserved for other requests unclaimed_blocks  free
+    blocks that queued prompts do not need ready_blocks      blocks available at once to a request with nothing cached
+    there spare_blocks      blocks for which a decode node still accepts requests; negative beyond its limit
     """
 
     lease: NodeLease
@@ -75,7 +72,7 @@ class NodeView:
     kept: tuple[TierPrefix, ...] = ()
     key: NodeKey = field(init=False, repr=False, compare=False)
     role: str = field(init=False, repr=False, compare=False)
-    bare_size: int = field(init=False, repr=False, compare=False)
+    plain_block_size: int = field(init=False, repr=False, compare=False)
     turn: tuple[int, str] = field(init=False, repr=False, compare=False)
     counted: tuple[int, int, int] = field(init=False, repr=False, compare=False)
     rate: float = field(init=False, repr=False, compare=False)
@@ -98,7 +95,7 @@ class NodeView:
         free = load.free_blocks - max(0, self.pending_blocks - load.granted_blocks)
         made.key = (lease.node_id, lease.epoch)
         made.role = lease.role if lease.state == "ready" else ""
-        made.bare_size = 0 if self.cached_len or self.kept else lease.block_size
+        made.plain_block_size = 0 if self.cached_len or self.kept else lease.block_size
         made.turn = (self.placed, lease.node_id)
         made.counted = (self.waiting_tokens, self.streams, self.pending_blocks)
         made.rate = rate
@@ -113,7 +110,7 @@ class NodeView:
         made.free_blocks = free
         made.unclaimed_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
         made.ready_blocks = free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS
-        made.spare_blocks = BACKLOG * total - load.active_blocks - self.pending_blocks
+        made.spare_blocks = MAX_BACKLOG * total - load.active_blocks - self.pending_blocks
 
 
 def _next_itl_s(lease: NodeLease, streams: int) -> float:
@@ -129,7 +126,7 @@ def _next_itl_s(lease: NodeLease, streams: int) -> float:
 
 
 class Holding(NamedTuple):
-    """A node that others may fetch a prompt's blocks from.
+    """Node from which other nodes may fetch a prompt's blocks.
 
     tokens: number of tokens held in whole blocks. seconds: time to fetch them all."""
 
@@ -147,16 +144,16 @@ class Demand:
     prompt_only   the request ends with its next token: no decode node is needed
     local_tokens  a decode node with at most this many uncached tokens computes the prompt itself, whatever it costs
     excluded      nodes that may not be used, since they failed this or other requests
-    broken        pairs between which no blocks may be shipped
-    doubts        penalty of suspected nodes, in seconds
+    broken        pairs that may not ship blocks
+    penalties     penalty of suspected nodes, in seconds
     recovers      its stream has begun: it goes to the front of every queue and is never rejected for lack of capacity
     pinned        prefill node to use if it is usable
     beside        node that has the KV of all tokens but the last, for a request that forks from one there
     local_only    use no prefill node
     source        decode node whose blocks the request takes along, for a migrating stream
-    worth         expected number of reuses of a token evicted for this request
+    worth         expected number of reuses of a cached token
     itl_s         target of the mean seconds between its tokens; infinite: none
-    patient       it must delay no other request: it goes only where no prompt waits, and slots and blocks are free
+    background    it must delay no other request: it goes only where no prompt waits, and slots and blocks are free
     adapter       id of the adapter that the nodes must have; empty: none
     modalities    media that the nodes must take
     model         name of the model, for errors
@@ -170,7 +167,7 @@ class Demand:
     local_tokens: int = 0
     excluded: frozenset[NodeKey] = frozenset()
     broken: frozenset[Pair] = frozenset()
-    doubts: Mapping[NodeKey, float] = field(default_factory=dict)
+    penalties: Mapping[NodeKey, float] = field(default_factory=dict)
     recovers: bool = False
     pinned: NodeKey | None = None
     local_only: bool = False
@@ -184,7 +181,7 @@ class Demand:
     stored_len: int = 0
     worth: float = 0.0
     itl_s: float = inf
-    patient: bool = False
+    background: bool = False
 
 
 @fast_init
@@ -212,7 +209,7 @@ class Placement:
     @property
     def promised_s(self) -> float:
         """Return the seconds to the first token that can be promised, though other prompts may pass this one."""
-        return self.first_token_s + PASSED * self.queue_s
+        return self.first_token_s + OVERTAKEN * self.queue_s
 
 
 def unbroken(demand: Demand, sender: NodeKey, receiver: NodeKey) -> bool:

@@ -24,23 +24,23 @@ METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 @contextlib.asynccontextmanager
 async def answering(
-    sock: socket.socket, leaving: Server, scrape: Callable[[], Awaitable[bytes]], tls: dict[str, Any], limits: Limits
+    sock: socket.socket, draining: Server, scrape: Callable[[], Awaitable[bytes]], tls: dict[str, Any], limits: Limits
 ) -> AsyncIterator[None]:
-    """Answer new connections on the listening socket while its server is `leaving`.
+    """Answer new connections on the listening socket while its server is `draining`.
 
-    No connection is refused in between. The socket's last owner closes it. `scrape` returns the answer to /metrics."""
+    No connection is refused at the transition. The socket's last owner closes it. `scrape` returns the metrics."""
     config = uvicorn.Config(
         _app(scrape), **tls, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
     config.load()
     server = Server(config, handshake_s=limits.header_s)
-    spare = sock.dup()
+    duplicate = sock.dup()
 
     async def serve() -> None:
-        while any(each.is_serving() for each in leaving.servers):  # noqa: ASYNC110 - uvicorn has no event for it
+        while any(each.is_serving() for each in draining.servers):  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
-        await server.serve(sockets=[spare])
+        await server.serve(sockets=[duplicate])
 
     serving = asyncio.create_task(serve())
     try:
@@ -50,7 +50,7 @@ async def answering(
         if not server.started:
             serving.cancel()
         await asyncio.wait((serving,))
-        spare.close()
+        duplicate.close()
 
 
 def _app(scrape: Callable[[], Awaitable[bytes]]) -> FastAPI:

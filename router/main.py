@@ -55,7 +55,7 @@ from kvferry.runtime.tls import load, server_tls, worker_tls
 
 log = logging.getLogger(__name__)
 
-GARBAGE = 250_000
+GC_THRESHOLD = 250_000
 """Garbage collection threshold, in objects allocated.
 
 Requests create no reference cycles. A thousand running requests hold more objects than the default threshold, so the
@@ -63,13 +63,13 @@ collector would scan them constantly. Objects that exist before the first reques
 SWITCH_S = 0.001
 """Interpreter switch interval: how long a rendering or tokenising thread may delay the event loop, in seconds."""
 HURRY_S = 2.0
-"""Time for running requests after SIGINT or a second signal, in seconds."""
+"""Time that running requests get after SIGINT or a second signal, in seconds."""
 IDLE_S = 30.0
 """Idle time of a client connection, in seconds.
 
 It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
 OWN_DESCRIPTORS = 256
-"""Files that a router may have open besides clients' connections: nodes, Redis, other processes, batch files."""
+"""Number of open files besides clients' connections: for nodes, Redis, other processes and batch files."""
 
 
 class Store(NodeSource, BlockLookup, Protocol):
@@ -83,31 +83,31 @@ async def serve_router(settings: RouterSettings) -> None:
     SIGINT or a second signal gives them HURRY_S. Raises ConfigError if the port, the model or Redis cannot be used. If
     Redis does not answer yet, the router serves and waits for it."""
     sys.setswitchinterval(SWITCH_S)
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GC_THRESHOLD)
     stop = StopSignal()
     stop.listen()
     secrets = ClusterSecrets(settings)
     seal = Seal(secrets.registry_keys)
-    kept = kept_responses(settings, seal)
-    place, password_file = (settings.redis_url, settings.cluster), settings.redis_password_file
-    leases = RedisRouterLeases(*place, password_file=password_file)
-    store = RedisStore(*place, password_file=password_file, seal=seal)
+    responses = response_store(settings, seal)
+    redis, password_file = (settings.redis_url, settings.cluster), settings.redis_password_file
+    leases = RedisRouterLeases(*redis, password_file=password_file)
+    store = RedisStore(*redis, password_file=password_file, seal=seal)
     share = settings.resume_store_mib * 2**20
-    recorded = RedisJournals(*place, share=share, password_file=password_file, seal=seal)
+    journal_store = RedisJournals(*redis, share=share, password_file=password_file, seal=seal)
     try:
         with contextlib.suppress(RegistryUnavailable):
             await store.check()
         with contextlib.closing(bind(settings.host, settings.port, shared=settings.worker >= 0)) as sock:
-            await run_router(settings, secrets, store, sock, stop, kept, RouterOwnership(leases), recorded)
+            await run_router(settings, secrets, store, sock, stop, responses, RouterOwnership(leases), journal_store)
     finally:
         await store.close()
         await leases.close()
-        await recorded.close()
-        if kept is not None:
-            await kept.close()
+        await journal_store.close()
+        if responses is not None:
+            await responses.close()
 
 
-def kept_responses(settings: RouterSettings, seal: Seal) -> RedisResponses | None:
+def response_store(settings: RouterSettings, seal: Seal) -> RedisResponses | None:
     """Return the store of responses; None if responses are not stored."""
     if not settings.response_ttl:
         return None
@@ -122,9 +122,9 @@ async def run_router(
     store: Store,
     sock: socket.socket,
     stop: StopSignal,
-    kept: ResponseStore | None = None,
+    responses: ResponseStore | None = None,
     ownership: RouterOwnership | None = None,
-    recorded: Journals | None = None,
+    journal_store: Journals | None = None,
 ) -> None:
     """Serve on a bound socket until `stop`."""
     metrics, seal = RouterMetrics(), Seal(secrets.registry_keys)
@@ -146,23 +146,33 @@ async def run_router(
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
         last=LastNodes(settings.data_folder, seal),
     )
-    journals = RequestJournals(settings, ownership.owner, metrics.journals, recorded)
+    journals = RequestJournals(settings, ownership.owner, metrics.journals, journal_store)
     limits = connection_limits(settings, allow_descriptors())
-    board, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
+    snapshots, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
     pools = ServedModels(
         *(pool_of(text, nodes.pool(text.called), metrics, settings, tenant_registry) for text in texts)
     )
-    followed: tuple[contextlib.AbstractAsyncContextManager[Any], ...] = (
-        secrets.followed(), tenant_registry.keyring.followed(), board.followed(), watched(metrics.loop),
+    background: tuple[contextlib.AbstractAsyncContextManager[Any], ...] = (
+        secrets.followed(), tenant_registry.keyring.followed(), snapshots.running(), watched(metrics.loop),
         peers.answering()
     )  # fmt: skip
     if settings.elastic:
-        followed += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).running(),)
+        background += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).running(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
         app = create_app(
-            settings, pools, metrics, tenant_registry, kept, batches, board, peers, throttle, ownership, journals
+            settings,
+            pools,
+            metrics,
+            tenant_registry,
+            responses,
+            batches,
+            snapshots,
+            peers,
+            throttle,
+            ownership,
+            journals,
         )
-        for each in (*followed, journals.running(), ownership.kept()):
+        for each in (*background, journals.running(), ownership.running()):
             await stack.enter_async_context(each)
         config = uvicorn.Config(
             app,
@@ -186,14 +196,14 @@ async def run_router(
         gc.freeze()
         status.ready(url, model=texts[0].name)
         async with batches:
-            last = draining.answering(
+            closing = draining.answering(
                 sock,
                 server,
                 partial(scraped, metrics, peers, "" if tenant_registry.keyring.guards else None),
                 server_tls(settings),
                 limits,
             )
-            await _until_ended(server, serving, stop, last, ownership)
+            await _serve_until_stopped(server, serving, stop, closing, ownership)
 
 
 def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
@@ -216,32 +226,32 @@ def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
     )
 
 
-async def _until_ended(
+async def _serve_until_stopped(
     server: uvicorn.Server,
     serving: asyncio.Task[None],
     stop: StopSignal,
-    last: contextlib.AbstractAsyncContextManager[None],
+    closing: contextlib.AbstractAsyncContextManager[None],
     ownership: RouterOwnership,
 ) -> None:
     """Return when the server has ended, with `last` open from the stop signal on.
 
-    It ends by itself, after its last request, or HURRY_S after a request to hurry."""
-    asked = asyncio.create_task(stop.asked.wait())
-    await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
+    It ends by itself after its last request, or HURRY_S after a second signal."""
+    stopping = asyncio.create_task(stop.asked.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if serving.done():
         await serving
         return
     ownership.drain()
-    async with last:
-        await _drained(server, serving, stop)
+    async with closing:
+        await _drain(server, serving, stop)
 
 
-async def _drained(server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignal) -> None:
+async def _drain(server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignal) -> None:
     server.should_exit = True
-    hurried = asyncio.create_task(stop.hurry.wait())
-    await asyncio.wait((serving, hurried), return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
+    hurry_task = asyncio.create_task(stop.hurry.wait())
+    await asyncio.wait((serving, hurry_task), return_when=asyncio.FIRST_COMPLETED)
+    hurry_task.cancel()
     if not serving.done():
         await asyncio.wait((serving,), timeout=HURRY_S)
         for task in server.server_state.tasks:

@@ -18,8 +18,8 @@ from kvferry.router.dispatch.interface import RequestSpec, Route
 log = logging.getLogger(__name__)
 
 RECENT, NOTES, SHIPS = 200, 200, 4096
-"""Number of ended requests, events and ships that are kept, latest last."""
-LONGEST_TOLD = 200
+"""Number of ended requests, events and ships that are kept, the latest last."""
+MAX_DETAIL = 200
 """Longest description of an event, in characters; nodes may supply part of it."""
 
 
@@ -29,7 +29,7 @@ class RequestRecord:
 
     prefill, decode  node ids, empty until placed
     cached           prompt tokens reused
-    `retries`          attempts after the first
+    retries          attempts after the first
     outcome          empty while running, then done, cancelled (its client left) or an error code
     """
 
@@ -55,9 +55,9 @@ class RequestRecord:
         """Return the number of output tokens so far."""
         return self._output or len(self._tokens)
 
-    def sent(self, placement: Placement, *, onward: bool = False) -> None:
-        """Record the nodes of an attempt; `onward`: a stream whose prompt is already computed moves there."""
-        if not onward:
+    def sent(self, placement: Placement, *, migrates: bool = False) -> None:
+        """Record the nodes of an attempt; migrates: the stream moves there, so its prompt is computed already."""
+        if not migrates:
             self.prefill = placement.prefill.node_id if placement.prefill else ""
         self.decode = placement.decode.node_id if placement.decode else ""
 
@@ -73,7 +73,7 @@ class LoggedEvent(NamedTuple):
     at: float
     kind: str
     nodes: tuple[str, ...]
-    told: str
+    detail: str
     request_id: str = ""
     tenant: str = ""
 
@@ -117,13 +117,13 @@ class RequestLog:
         record.prefill, record.decode = route.prefill or "", route.decode or ""
         record.cached = route.reuse.cached_len
 
-    def retried(self, record: RequestRecord | None, step: str, nodes: Sequence[str], told: str = "") -> None:
+    def retried(self, record: RequestRecord | None, step: str, nodes: Sequence[str], detail: str = "") -> None:
         """Record a retry, a hedge or a migration of a dispatch."""
         if record is None:
             return
         record.retries += 1
         self.notes.append(
-            LoggedEvent(self.clock(), step, tuple(nodes), told[:LONGEST_TOLD], record.request_id, record.tenant)
+            LoggedEvent(self.clock(), step, tuple(nodes), detail[:MAX_DETAIL], record.request_id, record.tenant)
         )
 
     def end(self, record: RequestRecord | None, outcome: str) -> None:
@@ -133,16 +133,16 @@ class RequestLog:
             record.end(outcome, self.clock())
             self.recent.append(record)
 
-    def node(self, kind: str, node_id: str, told: str) -> None:
+    def node(self, kind: str, node_id: str, detail: str) -> None:
         """Record that a node joined, drains, or left."""
-        self.notes.append(LoggedEvent(self.clock(), kind, (node_id,), told[:LONGEST_TOLD]))
+        self.notes.append(LoggedEvent(self.clock(), kind, (node_id,), detail[:MAX_DETAIL]))
 
-    def shipped(self, placement: Placement, told: ShipDone) -> None:
+    def shipped(self, placement: Placement, detail: ShipDone) -> None:
         """Record that the blocks of an attempt on this placement arrived."""
         log.debug(
             "%s shipped %d blocks in %.4f s, %.4f s exposed",
-            told.request_id, told.blocks, told.ship_s, told.exposed_s,
+            detail.request_id, detail.blocks, detail.ship_s, detail.exposed_s,
         )  # fmt: skip
         if placement.prefill and placement.decode:
             pair = placement.prefill.node_id, placement.decode.node_id
-            self.ships.append(Shipped(self.clock(), *pair, told.blocks, told.bytes, told.ship_s))
+            self.ships.append(Shipped(self.clock(), *pair, detail.blocks, detail.bytes, detail.ship_s))

@@ -1,7 +1,7 @@
 """RoleRebalancer (`--elastic`): asks nodes to change roles when a model's prefill and decode pools are unbalanced.
 
-Any router may ask. The nodes ensure that changes happen one at a time, that each role keeps a node, and that roles rest
-after a change."""
+Any router may request a change. The nodes ensure that changes happen one at a time, that each role keeps a node, and
+that the next change waits for a minimum time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
-from kvferry.placement.role_balance import Change, Demands, backlog_s, wanted
+from kvferry.placement.role_balance import Change, Demands, backlog_s, role_change
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.api.served_models import ServedModel
@@ -19,15 +19,15 @@ from kvferry.runtime.background import background
 
 log = logging.getLogger(__name__)
 
-LOOK_S, HOLD_S = 0.5, 3.0
-"""Interval of checks, and time for which a change must be wanted so that a burst causes none, in seconds."""
+CHECK_S, HOLD_S = 0.5, 3.0
+"""Interval of checks, and time for which a change must be useful before it is requested, in seconds."""
 
 Ask = Callable[[NodeLease, str, float], Awaitable[None]]
-"""Asks a node to take a role if roles have rested for the given seconds; raises KvferryError."""
+"""Asks a node to take a role unless roles changed within the given seconds; raises KvferryError."""
 
 
 class RoleRebalancer:
-    """Role rebalancing of one router, over all its models; roles rest for `rest_s` seconds after a change."""
+    """Role rebalancing of one router, over all its models; rest_s: minimum number of seconds between changes."""
 
     def __init__(
         self, pools: Iterable[ServedModel], ask: Ask, rest_s: float, clock: Callable[[], float] = time.monotonic
@@ -35,37 +35,40 @@ class RoleRebalancer:
         self._pools, self._ask, self._rest_s, self._clock = list(pools), ask, rest_s, clock
         self._since: dict[str, tuple[str, float]] = {}
 
-    async def look(self) -> None:
-        """Check all models once, and ask for changes that have been wanted long enough."""
+    async def check(self) -> None:
+        """Check all models once, and request changes that have been useful for HOLD_S."""
         for pool in self._pools:
-            change = self._wanted(pool)
+            change = self._wanted_change(pool)
             role = change.role if change else ""
             known, since = self._since.get(pool.name, ("", 0.0))
             if role != known:
                 self._since[pool.name] = (role, self._clock())
             elif change is not None and self._clock() - since >= HOLD_S:
                 del self._since[pool.name]
-                await self._make(change)
+                await self._request_change(change)
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Check regularly until the end of the block."""
         return background(self._run(), "balance")
 
-    def _wanted(self, pool: ServedModel) -> Change | None:
-        """Return a change within one fingerprint: only nodes that share it form pairs.
+    def _wanted_change(self, pool: ServedModel) -> Change | None:
+        """Return a useful change among nodes of one fingerprint, since only they form pairs.
 
-        Each fingerprint's nodes get their share of what waits in this router."""
-        leases, own = pool.cluster.leases(), pool.backlog
-        waits_s, seats = (own.prefill_s(), own.decode_nodes()) if own else (0.0, 0.0)
+        Each fingerprint's nodes get their share of the requests that wait in this router."""
+        leases, backlog = pool.cluster.leases(), pool.backlog
+        backlog_in_router_s, extra_nodes = (backlog.prefill_s(), backlog.decode_nodes()) if backlog else (0.0, 0.0)
         for fingerprint in sorted({lease.fingerprint for lease in leases}):
-            alike = [lease for lease in leases if lease.fingerprint == fingerprint]
-            share = len(alike) / len(leases)
-            asked = Demands(backlog_s(alike) + share * waits_s, sum(lease.pressure for lease in alike) + share * seats)
-            if change := wanted(alike, asked, self._rest_s):
+            group = [lease for lease in leases if lease.fingerprint == fingerprint]
+            share = len(group) / len(leases)
+            demands = Demands(
+                backlog_s(group) + share * backlog_in_router_s,
+                sum(lease.pressure for lease in group) + share * extra_nodes,
+            )
+            if change := role_change(group, demands, self._rest_s):
                 return change
         return None
 
-    async def _make(self, change: Change) -> None:
+    async def _request_change(self, change: Change) -> None:
         node = change.node
         try:
             await self._ask(node, change.role, change.rest_s)
@@ -76,8 +79,8 @@ class RoleRebalancer:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             try:
-                await self.look()
+                await self.check()
             except Exception:
                 log.exception("the roles of the nodes could not be balanced")

@@ -166,7 +166,7 @@ class KvferryPolicy:
 
     def first_token(self, run: Run) -> None:
         self._expected[run].over()
-        self._clusters[run.ask.model].worth.saw(max(0, run.cached_len), run.length)
+        self._clusters[run.ask.model].worth.record(max(0, run.cached_len), run.length)
         if run.prefill is not None:
             self._bookings[run][0].settle()
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvferry.router.dashboard.state import Asked, Attainment, Blocks, Counts, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.state import (
+    Attainment,
+    Blocks,
+    Counts,
+    Event,
+    Node,
+    RequestSummary,
+    State,
+    Suspect,
+    Transfer,
+)
 
 NASTY = "</td><img src=x onerror=alert(1)>\x1b[31m[bold]"
 
@@ -52,14 +62,14 @@ def ship(source: str, target: str, ships: int, blocks: int, bytes_per_s: float) 
     )
 
 
-def asked(number: int, **changes: Any) -> Asked:
+def asked(number: int, **changes: Any) -> RequestSummary:
     known: dict[str, Any] = {
         "id": f"chat-{number:04}", "tenant": "", "model": "SmolLM2-135M-Instruct", "work": "generate",
         "prefill": "prefill-1", "decode": f"decode-{number % 3}", "prompt": 600 + number, "cached": 512, "output": 90,
         "queued_s": 0.0004, "first_token_s": 0.18, "seconds": 3.4 + number / 10, "ago_s": 2.0 * number, "retries": 0,
         "outcome": "done",
     }  # fmt: skip
-    return Asked(**{**known, **changes})
+    return RequestSummary(**{**known, **changes})
 
 
 def busy(**changes: Any) -> State:

@@ -98,7 +98,7 @@ class BatchFolder:
         return (self.folder(batch_id) / "cancel").exists()
 
     def lock(self, batch_id: str) -> IO[bytes] | None:
-        """Lock the batch until the returned file is closed or the process ends; None if another process has locked it."""
+        """Lock the batch until the returned file is closed or the process ends; None if another process has it."""
         path = str(self.folder(batch_id) / "lock")
         lock = os.fdopen(private(path, os.O_WRONLY | os.O_CREAT), "wb")
         try:

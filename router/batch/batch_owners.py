@@ -63,7 +63,7 @@ class BatchOwners:
     async def watch(
         self, start: Callable[[BatchKey], None], running: Collection[BatchKey], on_drain: Callable[[], Awaitable[None]]
     ) -> None:
-        """Start batches when this router becomes their owner, until cancelled; `on_drain` stops them all when it drains."""
+        """Start batches when this router becomes their owner, until cancelled; `on_drain` is called when it drains."""
 
         async def claimed(name: str) -> None:
             start(BatchKey.parse(name))
@@ -84,7 +84,7 @@ class BatchOwners:
             await asyncio.sleep(WATCH_S)
 
     async def _take(self, key: BatchKey, known: Collection[BatchKey]) -> bool:
-        """Own a batch that had no owner at the previous check either, since a new batch first belongs to its creator."""
+        """Own a batch without an owner, also at the previous check: a new batch first belongs to its creator."""
         if self._owned is None:
             return True
         return key in known and await self._owned.take(self._store.kind, key.name, OWNED_S)

@@ -13,7 +13,7 @@ CHART, COLUMNS = (600.0, 120.0), 120
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """Part of a bar; `at` and `width` are in percent."""
 
     kind: str
@@ -22,7 +22,7 @@ class Part:
     width: float
 
 
-def bar(blocks: Blocks) -> list[Part]:
+def bar(blocks: Blocks) -> list[BarPart]:
     """Return the bar of a block pool, blocks in use first.
 
     A node whose counts exceed its total gets a bar for the counted sum."""
@@ -30,7 +30,7 @@ def bar(blocks: Blocks) -> list[Part]:
     scale = 100 / max(1, blocks.total, sum(kinds.values()))
     ends = accumulate(kinds.values())
     return [
-        Part(kind, count, round((end - count) * scale, 2), round(count * scale, 2))
+        BarPart(kind, count, round((end - count) * scale, 2), round(count * scale, 2))
         for (kind, count), end in zip(kinds.items(), ends, strict=True)
     ]
 
@@ -55,8 +55,8 @@ def stacked(columns: Sequence[Mapping[str, int]]) -> tuple[list[Series], int]:
         x, below = CHART[0] - (len(columns) - number) * width, 0
         for kind in kinds:
             if tokens := column.get(kind, 0):
-                top, tall = CHART[1] - (below + tokens) * height, tokens * height
-                paths[kind] += f"M{x:.1f} {top:.1f}h{width:.1f}v{tall:.1f}h-{width:.1f}z"
+                top, bar_height = CHART[1] - (below + tokens) * height, tokens * height
+                paths[kind] += f"M{x:.1f} {top:.1f}h{width:.1f}v{bar_height:.1f}h-{width:.1f}z"
                 below, sums[kind] = below + tokens, sums[kind] + tokens
     return [Series(kind, sums[kind], paths[kind]) for kind in kinds], highest
 

@@ -10,9 +10,9 @@ from kvferry.router.dashboard.state import Node, Transfer
 
 SIDE, ROW, BOX, GAP = 8, 54, (150, 38), 250
 """Largest number of nodes on one side, row height, box size, and gap between the sides; sizes in SVG units."""
-APART, LABEL, THICK = 15, 80, (1.5, 8.0)
-"""Distance of arrows at one box, width of a label, and smallest and largest width of an arrow."""
-BESIDE = 110
+ARROW_GAP, LABEL, ARROW_WIDTHS = 15, 80, (1.5, 8.0)
+"""Distance of arrows at one box, width of a label, and smallest and largest width of an arrow, in SVG units."""
+SIDE_MARGIN = 110
 """Margin for arrows between nodes of one role: at the left for prefill nodes, at the right for decode nodes."""
 LEFT, RIGHT = -1, 1
 """Edges of a box."""
@@ -46,7 +46,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Diagram of transfers; `left_out` is the number of nodes that do not fit."""
+    """Diagram of transfers; `left_out` is the number of omitted nodes."""
 
     width: float
     height: float
@@ -71,10 +71,10 @@ def transfers(nodes: Sequence[Node], found: Sequence[Transfer]) -> Picture:
     column = {node.id: number for number, side in enumerate(sides) for node in side}
     lines = [_line(each, column) for each in found if {each.source, each.target} <= column.keys()]
     at: dict[tuple[str, int], int] = {}
-    for place in (place for line in lines for place in (line.begins, line.ends)):
-        at[place] = at.get(place, 0) + 1
-    row_height = max(ROW, APART * max(at.values(), default=0) + 2 * APART)
-    rows, margin = max(1, *map(len, sides)), [_beside(lines, column, number) for number in (0, 1)]
+    for end in (end for line in lines for end in (line.begins, line.ends)):
+        at[end] = at.get(end, 0) + 1
+    row_height = max(ROW, ARROW_GAP * max(at.values(), default=0) + 2 * ARROW_GAP)
+    rows, margin = max(1, *map(len, sides)), [_margin(lines, column, number) for number in (0, 1)]
     boxes: dict[str, Box] = {}
     for number, side in enumerate(sides):
         above = (rows - len(side)) * row_height / 2
@@ -106,10 +106,10 @@ def _line(each: Transfer, column: Mapping[str, int]) -> _Line:
     return _Line(each, (each.source, begins), (each.target, ends))
 
 
-def _beside(lines: Sequence[_Line], column: Mapping[str, int], number: int) -> int:
+def _margin(lines: Sequence[_Line], column: Mapping[str, int], number: int) -> int:
     """Return the margin for arrows between nodes of column `number`."""
     pairs = [(column[line.transfer.source], column[line.transfer.target]) for line in lines]
-    return BESIDE if (number, number) in pairs else 0
+    return SIDE_MARGIN if (number, number) in pairs else 0
 
 
 def _arrows(lines: Sequence[_Line], boxes: Mapping[str, Box]) -> list[Arrow]:
@@ -120,21 +120,23 @@ def _arrows(lines: Sequence[_Line], boxes: Mapping[str, Box]) -> list[Arrow]:
         y0, y1 = _height(line, line.begins, lines, boxes), _height(line, line.ends, lines, boxes)
         (source, begins), (target, ends) = line.begins, line.ends
         x0, x1 = boxes[source].at(begins) + 2 * begins, boxes[target].at(ends) + 9 * ends
-        straight = x1 + LABEL * ends
-        bend = straight if begins == ends else (x0 + straight) / 2
-        path = f"M{x0:.1f} {y0:.1f}C{bend:.1f} {y0:.1f} {bend:.1f} {y1:.1f} {straight:.1f} {y1:.1f}H{x1:.1f}"
-        width = THICK[0] + (THICK[1] - THICK[0]) * sqrt(line.transfer.bytes_per_s / most if most else 0)
+        label_x = x1 + LABEL * ends
+        bend_x = label_x if begins == ends else (x0 + label_x) / 2
+        path = f"M{x0:.1f} {y0:.1f}C{bend_x:.1f} {y0:.1f} {bend_x:.1f} {y1:.1f} {label_x:.1f} {y1:.1f}H{x1:.1f}"
+        width = ARROW_WIDTHS[0] + (ARROW_WIDTHS[1] - ARROW_WIDTHS[0]) * sqrt(
+            line.transfer.bytes_per_s / most if most else 0
+        )
         arrows.append(Arrow(line.transfer, path, round(width, 2), round(x1 + LABEL / 2 * ends, 1), round(y1, 1)))
     return arrows
 
 
-def _height(line: _Line, place: tuple[str, int], lines: Sequence[_Line], boxes: Mapping[str, Box]) -> float:
-    """Return the y position of a line's end at that edge, among all lines there."""
-    others = [each for each in lines if place in (each.begins, each.ends)]
+def _height(line: _Line, end: tuple[str, int], lines: Sequence[_Line], boxes: Mapping[str, Box]) -> float:
+    """Return the y position of a line's end among all lines at its edge."""
+    others = [each for each in lines if end in (each.begins, each.ends)]
 
     def order(each: _Line) -> tuple[float, str, str]:
-        other = each.ends if each.begins == place else each.begins
+        other = each.ends if each.begins == end else each.begins
         return boxes[other[0]].y, each.transfer.kind, other[0]
 
     number = sorted(others, key=order).index(line)
-    return boxes[place[0]].y + BOX[1] / 2 + (number - (len(others) - 1) / 2) * APART
+    return boxes[end[0]].y + BOX[1] / 2 + (number - (len(others) - 1) / 2) * ARROW_GAP

@@ -18,7 +18,7 @@ from kvferry.protocol.token_histogram import TokenHistograms
 from kvferry.router.dashboard.state import Counts
 from kvferry.runtime.background import background
 
-EVERY_S, KEPT = 5.0, 121
+INTERVAL_S, READINGS = 5.0, 121
 """Interval of readings in seconds, and number of readings kept (ten minutes)."""
 
 
@@ -68,23 +68,23 @@ class History:
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics, self._clock = metrics, clock
         self._began = clock()
-        self._readings: deque[Reading] = deque(maxlen=KEPT)
+        self._readings: deque[Reading] = deque(maxlen=READINGS)
 
-    def followed(self) -> AbstractAsyncContextManager[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Take readings until the end of the block."""
-        return background(self._follow(), "history")
+        return background(self._run(), "history")
 
-    async def _follow(self) -> None:
+    async def _run(self) -> None:
         while True:
-            self.keep()
-            await asyncio.sleep(EVERY_S)
+            self.take_reading()
+            await asyncio.sleep(INTERVAL_S)
 
-    def keep(self) -> None:
+    def take_reading(self) -> None:
         """Take a reading."""
         self._readings.append(self._read())
 
-    def told(self) -> tuple[list[Counts], Counts]:
-        """Return the counts between consecutive readings up to now, and the counts since the router started."""
+    def growth(self) -> tuple[list[Counts], Counts]:
+        """Return the counts between consecutive readings up to now, and the counts since the router's start."""
         now = self._read()
         points = [after.since(before, now.at, self._began) for before, after in pairwise([*self._readings, now])]
         return points, now.since(None, now.at, self._began)

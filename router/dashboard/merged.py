@@ -17,25 +17,25 @@ OF_NODES = ("joined", "lost", *NODE_STATES, "incompatible")
 def merged(own: State, others: Sequence[State], count: int) -> State:
     """Merge the states of all `count` processes, some of which may be missing.
 
-    Shared facts are taken from this process, and each process's own counts are added."""
+    Shared values are taken from this process, and the counts of all processes are added."""
     states = [own, *others]
-    told = f"{len(states)} of {count}" if len(states) < count else f"{count}"
+    answered = f"{len(states)} of {count}" if len(states) < count else f"{count}"
     newest_first = zip_longest(*(reversed(state.points) for state in states))
-    running = [asked for state in states for asked in state.running]
-    recent = [asked for state in states for asked in state.recent]
+    running = [request for state in states for request in state.running]
+    recent = [request for state in states for request in state.recent]
     return own.model_copy(
         update={
-            "router": f"{own.router}, one of {told} processes",
+            "router": f"{own.router}, one of {answered} processes",
             "up_s": max(state.up_s for state in states),
             "registry": all(state.registry for state in states),
             "queued": sum(state.queued for state in states),
             "nodes": [_node(node, others) for node in own.nodes],
-            "points": [_beside([point for point in points if point]) for points in newest_first][::-1],
-            "total": _beside([state.total for state in states]),
+            "points": [_same_period([point for point in points if point]) for points in newest_first][::-1],
+            "total": _same_period([state.total for state in states]),
             "transfers": _transfers(states),
-            "running": sorted(running, key=lambda asked: -asked.seconds)[:RUNNING],
+            "running": sorted(running, key=lambda request: -request.seconds)[:RUNNING],
             "running_total": sum(state.running_total for state in states),
-            "recent": sorted(recent, key=lambda asked: asked.ago_s or 0.0)[:RECENT],
+            "recent": sorted(recent, key=lambda request: request.ago_s or 0.0)[:RECENT],
             "events": _events(own, others),
             "suspects": _suspects(states),
             "targets": Attainment.of(row for state in states for row in state.targets),
@@ -43,7 +43,7 @@ def merged(own: State, others: Sequence[State], count: int) -> State:
     )
 
 
-def _beside(points: Sequence[Counts]) -> Counts:
+def _same_period(points: Sequence[Counts]) -> Counts:
     """Sum counts of the same period; age and duration are averaged."""
     return Counts.of(points).model_copy(
         update={"ago_s": fmean(point.ago_s for point in points), "seconds": fmean(point.seconds for point in points)}
@@ -51,7 +51,7 @@ def _beside(points: Sequence[Counts]) -> Counts:
 
 
 def _node(node: Node, others: Sequence[State]) -> Node:
-    """Return a node with the streams of all processes, and the first trouble that any reports."""
+    """Return a node with the streams of all processes, and the first trouble that a process reports."""
     seen = [each for state in others for each in state.nodes if (each.id, each.role) == (node.id, node.role)]
     trouble = node.trouble or next((each.trouble for each in seen if each.trouble), "")
     return node.model_copy(update={"streams": node.streams + sum(each.streams for each in seen), "trouble": trouble})

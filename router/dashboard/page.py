@@ -14,17 +14,17 @@ from kvferry.router.dashboard.state import Counts, State
 from kvferry.router.page.policy import headers
 
 _FOLDER = Path(__file__).parent
-ASKS = '<p class="quiet">This router requires an API key.</p>'
-"""Text of the dashboard page if it needs an API key."""
-LATELY_S = 60.0
+NEEDS_KEY = '<p class="quiet">This router requires an API key.</p>'
+"""Content of the dashboard page if its data needs an API key."""
+RECENT_S = 60.0
 """Period of the displayed rates, in seconds; percentages cover the whole history."""
 
 
 def whole_page(state: State | None) -> Response:
     """Return the page, with the state for browsers without scripts; None if the data needs a key."""
     shell = _templates().get_template("dashboard.html")
-    # A constant, or what a template with autoescape made.
-    inner = Markup(ASKS) if state is None else Markup(view(state))  # noqa: S704
+    # A constant, or the output of a template with autoescape.
+    inner = Markup(NEEDS_KEY) if state is None else Markup(view(state))  # noqa: S704
     return HTMLResponse(shell.render(view=inner), headers=headers(_shell()))
 
 
@@ -34,7 +34,7 @@ def view(state: State) -> str:
     refusals, _ = charts.stacked([point.refused for point in state.points])
     misses, _ = charts.stacked([point.missed for point in state.points])
     window = Counts.of(state.points)
-    lately = Counts.of([point for point in state.points if point.ago_s < LATELY_S])
+    recent = Counts.of([point for point in state.points if point.ago_s < RECENT_S])
     return (
         _templates()
         .get_template("view.html")
@@ -52,9 +52,9 @@ def view(state: State) -> str:
             missed=sum(window.missed.values()) / window.predicted if window.predicted else None,
             predicted=window.predicted,
             window_s=window.seconds,
-            pace=lately.output / lately.seconds if lately.seconds >= 1 else None,
-            ttft_s=lately.first_token_s,
-            itl_s=lately.itl_s,
+            pace=recent.output / recent.seconds if recent.seconds >= 1 else None,
+            ttft_s=recent.first_token_s,
+            itl_s=recent.itl_s,
             rejected=sum(number for why, number in state.total.refused.items() if why.startswith("429")),
         )
     )
@@ -67,7 +67,7 @@ def _shell() -> str:
 
 @cache
 def _templates() -> Environment:
-    made = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    made.filters |= {name: getattr(units, name) for name in ("seconds", "count", "rate", "share")}
-    made.filters["bar"] = charts.bar
-    return made
+    environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {name: getattr(units, name) for name in ("seconds", "count", "rate", "share")}
+    environment.filters["bar"] = charts.bar
+    return environment

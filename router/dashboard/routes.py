@@ -25,28 +25,28 @@ FRESH = {"cache-control": "no-store"}
 class DashboardRoutes:
     """Dashboard of all processes that share the port, merged into one."""
 
-    def __init__(self, board: SnapshotBuilder, peers: WorkerPeers) -> None:
-        self._board, self._peers = board, peers
-        peers.answers["state"] = self._own
+    def __init__(self, snapshots: SnapshotBuilder, peers: WorkerPeers) -> None:
+        self._snapshots, self._peers = snapshots, peers
+        peers.answers["state"] = self._own_state
 
     async def state(self, viewer: str | None = None) -> State:
         """Return `SnapshotBuilder.state`, merged over all processes."""
-        own = self._board.state(viewer)
+        own = self._snapshots.state(viewer)
         if self._peers.alone:
             return own
-        told = (await self._peers.ask("state", viewer)).values()
-        return merged(own, [State.model_validate_json(each) for each in told if each is not None], self._peers.count)
+        answers = (await self._peers.ask("state", viewer)).values()
+        return merged(own, [State.model_validate_json(each) for each in answers if each is not None], self._peers.count)
 
-    async def _own(self, viewer: str | None) -> bytes:
-        return self._board.state(viewer).model_dump_json().encode()
+    async def _own_state(self, viewer: str | None) -> bytes:
+        return self._snapshots.state(viewer).model_dump_json().encode()
 
 
-def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
+def shown(dashboards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     """Return the data routes, which need a key if keys are set."""
     router = APIRouter()
 
     async def state(request: Request) -> State:
-        return await boards.state(request.scope[CALL].tenant or None if keyring.guards else None)
+        return await dashboards.state(request.scope[CALL].tenant or None if keyring.guards else None)
 
     @router.get("/dashboard/state", summary="State of the cluster as this router sees it", response_model=State)
     async def as_json(request: Request) -> Response:
@@ -59,12 +59,12 @@ def shown(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     return router
 
 
-def page(boards: DashboardRoutes, keyring: Keyring) -> APIRouter:
+def page(dashboards: DashboardRoutes, keyring: Keyring) -> APIRouter:
     """Return the route of the page around the data."""
     router = APIRouter()
 
     @router.get("/dashboard", summary="Dashboard page", response_class=HTMLResponse)
     async def dashboard() -> Response:
-        return await asyncio.to_thread(whole_page, None if keyring.guards else await boards.state())
+        return await asyncio.to_thread(whole_page, None if keyring.guards else await dashboards.state())
 
     return router

@@ -11,7 +11,7 @@ from kvferry.protocol.labels import NODE_ROLES
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.version import VERSION
 from kvferry.router.dashboard.history import History, sums, total
-from kvferry.router.dashboard.state import Asked, Attainment, Blocks, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.state import Attainment, Blocks, Event, Node, RequestSummary, State, Suspect, Transfer
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.nodes.circuit_breakers import RemainingPauses
 from kvferry.router.nodes.node_entry import NodeEntry
@@ -20,36 +20,36 @@ from kvferry.router.request_log import LoggedEvent, RequestLog, RequestRecord, S
 T = TypeVar("T")
 
 NODES, RUNNING, RECENT, EVENTS = 256, 20, 40, 40
-"""Largest number of nodes, running requests, recent requests and events shown."""
+"""Maximum number of shown nodes, running requests, recent requests and events."""
 TRANSFERS_S = 20.0
-"""Period of the ships shown, in seconds; shorter if more ships happened than are kept."""
+"""Period of the shown ships, in seconds; shorter if the request log dropped some of them."""
 
 
 class SnapshotBuilder:
     """Builder of one router's snapshots.
 
-    `state` does its work on demand, in proportion to what is shown. Beyond that, only the counters are read every few
-    seconds within `followed`."""
+    `state` works on demand, in proportion to the shown items. Only the counters are read every few seconds, within
+    `running`."""
 
     def __init__(self, cluster: RouterCluster, metrics: RouterMetrics) -> None:
         self._cluster, self._metrics = cluster, metrics
         self._history = History(metrics, cluster.request_log.clock)
         self._known: dict[NodeKey, str] = {}
         self._roles: dict[NodeKey, str] = {}
-        cluster.nodes.listen(self._follow)
+        cluster.nodes.listen(self._log_changes)
 
-    def followed(self) -> AbstractAsyncContextManager[None]:
-        """Record the growth of the counters until the end of the block."""
-        return self._history.followed()
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Record readings of the counters until the end of the block."""
+        return self._history.running()
 
     def state(self, viewer: str | None = None) -> State:
         """Return the current state.
 
-        `viewer` is the tenant that requests it and sees no names of others' requests; None sees all."""
+        `viewer` is the tenant that requests it and sees no names of other tenants' requests; None sees all names."""
         table, request_log = self._cluster.nodes, self._cluster.request_log
         now = request_log.clock()
-        left = table.breakers.remaining()
-        points, counted = self._history.told()
+        pauses = table.breakers.remaining()
+        points, counted = self._history.growth()
         ships, transfers_s = _ships(request_log, now)
         entries = sorted(table.entries.values(), key=lambda entry: (NODE_ROLES.index(entry.lease.role), entry.key))
         running = list(request_log.running)
@@ -60,17 +60,17 @@ class SnapshotBuilder:
             registry=table.registry_health.up,
             models=[model.name.first for model in table.models],
             queued=int(total(self._metrics.queued, "")),
-            nodes=list(self._nodes(entries[:NODES], left)),
+            nodes=list(self._nodes(entries[:NODES], pauses)),
             nodes_total=len(entries),
             points=points,
             total=counted,
             transfers=_busiest([*ships, *_sent(entries)]),
             transfers_s=transfers_s,
-            running=[_asked(record, now, viewer) for record in running[:RUNNING]],
+            running=[_summary(record, now, viewer) for record in running[:RUNNING]],
             running_total=len(running),
-            recent=[_asked(record, now, viewer) for record in _latest(request_log.recent, RECENT)],
+            recent=[_summary(record, now, viewer) for record in _latest(request_log.recent, RECENT)],
             events=[_event(note, now, viewer) for note in _latest(request_log.notes, EVENTS)],
-            suspects=list(_suspects(left)),
+            suspects=list(_suspects(pauses)),
             targets=Attainment.of(self._targets(viewer)),
         )
 
@@ -82,7 +82,7 @@ class SnapshotBuilder:
                 if count and not _hidden(tenant, viewer):
                     yield Attainment(tenant=tenant, target=target, **{outcome: count})
 
-    def _nodes(self, entries: Iterable[NodeEntry], left: RemainingPauses) -> Iterator[Node]:
+    def _nodes(self, entries: Iterable[NodeEntry], pauses: RemainingPauses) -> Iterator[Node]:
         states = self._states()
         models = {each.key: model.name.first for model in self._cluster.nodes.models for each in model.live}
         for entry in entries:
@@ -92,7 +92,7 @@ class SnapshotBuilder:
                 role=lease.role,
                 model=models.get(entry.key, lease.model),
                 state=states[entry.key],
-                trouble=_trouble(entry, left),
+                trouble=_node_trouble(entry, pauses),
                 blocks=Blocks(
                     active=load.active_blocks,
                     cached=load.cached_blocks,
@@ -114,8 +114,8 @@ class SnapshotBuilder:
         """Return the states of all nodes of served models, as in the metrics."""
         return {key: entry.lease.state for key, entry in self._cluster.nodes.entries.items()}
 
-    def _follow(self) -> None:
-        """Log the changes after the nodes changed."""
+    def _log_changes(self) -> None:
+        """Log the differences to the last known nodes."""
         states, request_log = self._states(), self._cluster.request_log
         for key, state in states.items():
             if key not in self._known:
@@ -132,14 +132,14 @@ class SnapshotBuilder:
         self._known, self._roles = states, roles
 
 
-def _trouble(entry: NodeEntry, left: RemainingPauses) -> str:
+def _node_trouble(entry: NodeEntry, pauses: RemainingPauses) -> str:
     if entry.stalled:
         return "stalled"
     if not entry.reachable:
         return "unreachable"
-    if entry.key in left.nodes:
+    if entry.key in pauses.nodes:
         return "suspected"
-    return "quarantined" if {(entry.key, None), (None, entry.key)} & left.quarantined.keys() else ""
+    return "quarantined" if {(entry.key, None), (None, entry.key)} & pauses.quarantined.keys() else ""
 
 
 def _ships(request_log: RequestLog, now: float) -> tuple[list[Transfer], float]:
@@ -180,21 +180,21 @@ def _sent(entries: Iterable[NodeEntry]) -> Iterator[Transfer]:
 
 
 def _busiest(transfers: list[Transfer]) -> list[Transfer]:
-    """Return the transfers with the most bytes, ships before all others."""
+    """Return the transfers with the most bytes, ships before copies and moves."""
     return sorted(transfers, key=lambda each: (each.kind != "ship", -each.bytes_per_s))[:NODES]
 
 
-def _latest(kept: Sequence[T], most: int) -> list[T]:
-    return [kept[-i] for i in range(1, min(most, len(kept)) + 1)]
+def _latest(items: Sequence[T], limit: int) -> list[T]:
+    return [items[-i] for i in range(1, min(limit, len(items)) + 1)]
 
 
 def _hidden(tenant: str, viewer: str | None) -> bool:
     return viewer is not None and tenant != viewer
 
 
-def _asked(record: RequestRecord, now: float, viewer: str | None) -> Asked:
+def _summary(record: RequestRecord, now: float, viewer: str | None) -> RequestSummary:
     hidden = _hidden(record.tenant, viewer)
-    return Asked(
+    return RequestSummary(
         id="" if hidden else record.request_id,
         tenant="" if hidden else record.tenant,
         model=record.model,
@@ -219,16 +219,16 @@ def _event(note: LoggedEvent, now: float, viewer: str | None) -> Event:
         ago_s=now - note.at,
         kind=note.kind,
         nodes=list(note.nodes),
-        told="" if hidden else note.told,
+        told="" if hidden else note.detail,
         request="" if hidden else note.request_id,
         tenant="" if hidden else note.tenant,
     )
 
 
-def _suspects(left: RemainingPauses) -> Iterator[Suspect]:
-    for (node_id, _), seconds in left.nodes.items():
+def _suspects(pauses: RemainingPauses) -> Iterator[Suspect]:
+    for (node_id, _), seconds in pauses.nodes.items():
         yield Suspect(kind="node", prefill=node_id, decode="", seconds=seconds)
-    for kind, pairs in (("ships", left.pairs), ("quarantine", left.quarantined)):
+    for kind, pairs in (("ships", pauses.pairs), ("quarantine", pauses.quarantined)):
         for pair, seconds in pairs.items():
             yield Suspect(kind=kind, prefill=_name(pair, 0), decode=_name(pair, 1), seconds=seconds)
 

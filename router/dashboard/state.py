@@ -56,7 +56,7 @@ class Counts(BaseModel):
     itl_s          mean inter-token latency (ITL) of the `later_tokens` tokens after first ones
     failed         requests answered with a status of 500 or above
     refused        requests answered with 429 or such a status, by status and error code
-    retries          attempts after the first, by step of the retry policy
+    retries        attempts after the first, by step of the retry policy
     """
 
     ago_s: float
@@ -126,13 +126,13 @@ class Transfer(BaseModel):
     seconds: float | None = None
 
 
-class Asked(BaseModel):
-    """A request, or one sequence of it.
+class RequestSummary(BaseModel):
+    """Request, or one sequence of it.
 
     prefill  empty if the decode node computes the prompt
     seconds  from arrival to end, or until now
     ago_s    time since its end, None while running
-    retries    attempts after the first
+    retries  attempts after the first
     outcome  running, done, cancelled (its client left), or an error code
 
     `id` and `tenant` are empty for requests of other tenants."""
@@ -168,7 +168,7 @@ class Event(BaseModel):
 
 
 class Suspect(BaseModel):
-    """Node or pair that receives nothing new for `seconds` more.
+    """Node or pair that receives no new work for another `seconds`.
 
     `kind` is `node`, `ships` between nodes, or `quarantine` after too many corrupt ships. An empty name means all
     nodes."""
@@ -211,11 +211,11 @@ class State(BaseModel):
 
     registry    true if the registry answers
     queued      requests that wait for a slot in the router
-    nodes       the shown ones of `nodes_total`
+    nodes       the shown nodes of `nodes_total`
     points      counts by period up to now; `total` counts since the router started
     running     the oldest of `running_total` requests
     recent      ended requests, latest first, like `events`
-    targets     of the tenants that have some; a tenant sees its own
+    targets     attainment of the tenants that have targets; a tenant sees its own
     """
 
     router: str
@@ -230,9 +230,9 @@ class State(BaseModel):
     total: Counts
     transfers: list[Transfer]
     transfers_s: float
-    running: list[Asked]
+    running: list[RequestSummary]
     running_total: int
-    recent: list[Asked]
+    recent: list[RequestSummary]
     events: list[Event]
     suspects: list[Suspect]
     targets: list[Attainment] = []

@@ -210,7 +210,7 @@ class AttemptPlanner:
             prompt_only=self._spec.work.ends_on_prompt(len(self._delivered)),
             excluded=excluded,
             broken=broken,
-            doubts=deaths.doubts(self._suspect) if deaths.any else {},
+            penalties=deaths.doubts(self._suspect) if deaths.any else {},
             recovers=bool(self._delivered),
             pinned=retry_policy.pinned,
             local_only=retry_policy.local_only,

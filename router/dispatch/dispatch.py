@@ -185,7 +185,7 @@ class RequestDispatch:
         """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
         if self._migration.settles(failure):
             if self._record and self._hedged.leader:
-                self._record.sent(self._hedged.leader.placement, onward=True)
+                self._record.sent(self._hedged.leader.placement, migrates=True)
             return
         self._hedged.leave(failure.attempt)
         self._prediction.ended(failure.attempt, failure.error)

@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from kvferry.placement.stream_targets import streams_over
-from kvferry.placement.types import PASSED, Demand, NodeKey, Placement
+from kvferry.placement.types import OVERTAKEN, Demand, NodeKey, Placement
 from kvferry.router.nodes.capacity_summary import CapacitySummary
 from kvferry.router.nodes.model_nodes import FingerprintGroup, holds
 
@@ -118,7 +118,7 @@ class Displacement:
         lease = placement.prefill or placement.decode
         if lease is None or late_s == inf:
             return False
-        left = late_s * lease.rates.prefill_tokens_per_s / (1 + PASSED)
+        left = late_s * lease.rates.prefill_tokens_per_s / (1 + OVERTAKEN)
         chosen: list[PatientRequest] = []
         for request in reversed(self._patient.get((lease.node_id, lease.epoch), {})):
             if left <= 0 or len(chosen) == MOST_DISPLACED:

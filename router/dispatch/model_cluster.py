@@ -189,7 +189,7 @@ class ModelCluster:
         `last` is the placement that delivered, `waited_s` after its launch; `predicted` and `missed`: see `Prediction`.
         """
         self._reuse.count(predicted, reuse.cached_len, missed)
-        self.worth.saw(reuse.cached_len, reuse.prompt_len)
+        self.worth.record(reuse.cached_len, reuse.prompt_len)
         if waited_s > last.first_token_s:
             self.metrics.placement_regret.inc(waited_s - last.first_token_s)
         log.debug(

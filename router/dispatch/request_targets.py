@@ -57,13 +57,13 @@ class RequestTargets:
         Returns None if the request is patient and has to wait. target_s: time that is left until its first token.
         Raises what `DispatchContext.place` raises."""
         demand = self._bound(demand)
-        if demand.patient and not self._displacement.may_try(self):
+        if demand.background and not self._displacement.may_try(self):
             self._displacement.wait(self)
             return None
         try:
             placement = self._placed(demand, reuse, groups, target_s)
         except Overloaded:
-            if not demand.patient:
+            if not demand.background:
                 raise
             self._displacement.wait(self)
             return None
@@ -86,14 +86,14 @@ class RequestTargets:
     def _bound(self, demand: Demand) -> Demand:
         """Return the demand; of a patient request, with the shortest target of requests that have targets now."""
         shortest_s = self._displacement.itl_s() if self._call.is_background else None
-        return demand if shortest_s is None else replace(demand, recovers=False, patient=True, itl_s=shortest_s)
+        return demand if shortest_s is None else replace(demand, recovers=False, background=True, itl_s=shortest_s)
 
     def _placed(self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
         context, displacement = self._context, self._displacement
         try:
             placement = context.place(demand, reuse, groups)
         except TargetMissed:
-            if demand.patient or not displacement.displace_streams(demand, groups):
+            if demand.background or not displacement.displace_streams(demand, groups):
                 raise
             placement = context.place(demand, reuse, groups)
         late_s = placement.promised_s - target_s

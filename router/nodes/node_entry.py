@@ -236,7 +236,7 @@ class NodeEntry:
 
     def _changed(self) -> None:
         self.reachable = self.open and not self.stalled
-        self._summary.changed(self._update)
+        self._summary.schedule(self._update)
 
     def _current_capacity(self) -> NodeCapacity:
         if not self._grouped or self.lease.state != "ready":

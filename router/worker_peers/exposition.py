@@ -25,24 +25,24 @@ async def scraped(metrics: RouterMetrics, peers: WorkerPeers, viewer: str | None
     """Return this process's answer to a scrape: its own metrics and those of its peers.
 
     viewer: the only tenant whose samples are shown, or an empty string; None: those of all tenants are shown."""
-    text = await _all(metrics, peers)
+    text = await _all_metrics(metrics, peers)
     if viewer is None:
         return text
     lines = text.splitlines(keepends=True)
     return b"".join(line for line in lines if not (found := _TENANT.search(line)) or found[1] in (b"", viewer.encode()))
 
 
-async def _all(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
+async def _all_metrics(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
     own = generate_latest(metrics.registry)
     if peers.alone:
         return own
     texts: dict[int, str | None] = {peers.own: own.decode()}
-    for number, told in (await peers.ask("metrics")).items():
-        texts[number] = None if told is None else told.decode()
-    return together(texts).encode()
+    for number, answer in (await peers.ask("metrics")).items():
+        texts[number] = None if answer is None else answer.decode()
+    return merge(texts).encode()
 
 
-def together(texts: Mapping[int, str | None]) -> str:
+def merge(texts: Mapping[int, str | None]) -> str:
     """Merge the expositions by process; None for a process that does not answer."""
     families: dict[str, list[str]] = {}
     for number, text in sorted(texts.items()):

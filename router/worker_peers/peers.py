@@ -1,7 +1,6 @@
 """WorkerPeers: calls between the router processes of one port, over Unix sockets.
 
-A question is a line of JSON with its name and arguments. The answer is everything until the connection ends, and
-ends with END."""
+A question is a line of JSON with its name and arguments. Its answer ends with END and the end of the connection."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvferry.protocol.settings import RouterSettings
 Answer = Callable[..., Awaitable[bytes]]
 """Handler of a question, called with its arguments."""
 
-ASK_S = 1.0
+ANSWER_S = 1.0
 """Default time for a peer's answer, in seconds; below the two seconds of a readiness probe."""
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 class WorkerPeers:
     """Peers of router process `own` among `count`, with sockets in `folder`.
 
-    A process registers a handler in `answers` under the name by which others `ask` for it."""
+    A process registers handlers in `answers`, by the name of the question that other processes `ask`."""
 
     def __init__(self, own: int = 0, count: int = 1, folder: str = "") -> None:
         self.own, self.count = own, count
@@ -35,7 +34,7 @@ class WorkerPeers:
 
     @classmethod
     def of(cls, settings: RouterSettings) -> WorkerPeers:
-        """Build the peers that the supervising process announced."""
+        """Return the peers of the settings, which the supervising process writes."""
         if settings.worker < 0:
             return cls()
         return cls(settings.worker, settings.workers, settings.workers_dir)
@@ -55,7 +54,7 @@ class WorkerPeers:
         if self.alone:
             yield
             return
-        path = place(self._folder, self.own)
+        path = socket_path(self._folder, self.own)
         path.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._answer, path)
         try:
@@ -63,10 +62,10 @@ class WorkerPeers:
         finally:
             server.close()
 
-    async def ask(self, name: str, *words: object, within_s: float = ASK_S) -> dict[int, bytes | None]:
+    async def ask(self, name: str, *args: object, within_s: float = ANSWER_S) -> dict[int, bytes | None]:
         """Ask all peers; None for one that does not answer."""
         numbers = list(self.others())
-        asking = (ask(self._folder, number, name, *words, within_s=within_s) for number in numbers)
+        asking = (ask(self._folder, number, name, *args, within_s=within_s) for number in numbers)
         return dict(zip(numbers, await asyncio.gather(*asking), strict=True))
 
     async def silent(self) -> list[int]:
@@ -75,8 +74,8 @@ class WorkerPeers:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            name, *words = json.loads(await reader.readline())
-            writer.write(await self.answers[name](*words) + END)
+            name, *args = json.loads(await reader.readline())
+            writer.write(await self.answers[name](*args) + END)
             await writer.drain()
         except (OSError, ValueError, KeyError) as error:
             log.warning("a call from another router process was not answered: %r", error)
@@ -88,20 +87,20 @@ END = b"\n."
 """End marker of an answer; without it the answer was truncated."""
 
 
-async def ask(folder: Path, number: int, name: str, *words: object, within_s: float = ASK_S) -> bytes | None:
+async def ask(folder: Path, number: int, name: str, *args: object, within_s: float = ANSWER_S) -> bytes | None:
     """Ask router process `number`; None if it does not answer within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
-            reader, writer = await asyncio.open_unix_connection(place(folder, number))
+            reader, writer = await asyncio.open_unix_connection(socket_path(folder, number))
             with contextlib.closing(writer):
-                writer.write(json.dumps([name, *words]).encode() + b"\n")
+                writer.write(json.dumps([name, *args]).encode() + b"\n")
                 answer = await reader.read(-1)
     except (OSError, TimeoutError):
         return None
     return answer.removesuffix(END) if answer.endswith(END) else None
 
 
-def place(folder: Path, number: int) -> Path:
+def socket_path(folder: Path, number: int) -> Path:
     """Return the path of a process's socket."""
     return folder / f"{number}.sock"
 

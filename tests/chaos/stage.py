@@ -100,7 +100,7 @@ class ForkingSupervisor(Supervisor):
     """Its children start as forks, and again after the same short time, however often they are killed."""
 
     def __init__(self, zygote: Zygote, echo: Callable[[str], None]) -> None:
-        super().__init__(echo, lambda child: None, lambda: Backoff(first_s=RESTART_S, most_s=RESTART_S))
+        super().__init__(echo, lambda child: None, lambda: Backoff(first_s=RESTART_S, max_s=RESTART_S))
         self._zygote = zygote
 
     def fork(self, command: Command) -> Child:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from kvferry.cli.bootstrap import complain, set_encoding, set_threads, worker_threads
+from kvferry.cli.bootstrap import print_error, set_encoding, set_threads, worker_threads
 from kvferry.runtime.limits import available_cores
 from kvferry.runtime.log import set_up_log
 
@@ -42,7 +42,7 @@ def test_texts_are_encoded_where_they_are_unless_an_operator_says_otherwise(monk
 
 
 def test_complaints_are_one_line(capsys):
-    complain("two\n  lines")
+    print_error("two\n  lines")
     assert capsys.readouterr().err == "kvferry: error: two lines\n"
 
 

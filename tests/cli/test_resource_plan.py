@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.cli import resource_plan
 from kvferry.cli.formats import kv_dtype, weight_bytes
-from kvferry.cli.resource_plan import GIB, WorkerPlan, require_memory, take_seats
+from kvferry.cli.resource_plan import GIB, WorkerPlan, plan_workers, require_memory
 from kvferry.model_files.memory_needs import ModelNeeds
 from kvferry.model_files.weight_counts import WeightCount
 from kvferry.protocol.errors import ConfigError
@@ -34,7 +34,7 @@ BLOCK = 16 * 16 * 2 * 8 * 128 * 2
 
 
 def seated(gpu_gib: Sequence[float] = (), **settings) -> list[WorkerPlan]:
-    return take_seats(ServeSettings(**settings), [NEEDS], [int(size * GIB) for size in gpu_gib])
+    return plan_workers(ServeSettings(**settings), [NEEDS], [int(size * GIB) for size in gpu_gib])
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def seated(gpu_gib: Sequence[float] = (), **settings) -> list[WorkerPlan]:
     ],
 )
 def test_workers_go_round_the_gpus(device, gpu_count, expected):
-    assert [seat.device for seat in seated([80] * gpu_count, device=device, prefill=1, decode=2)] == expected
+    assert [plan.device for plan in seated([80] * gpu_count, device=device, prefill=1, decode=2)] == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_workers_go_round_the_gpus(device, gpu_count, expected):
 )
 def test_a_worker_of_two_ranks_has_two_gpus_beside_each_other(device, gpu_count, expected):
     found = seated([80] * gpu_count, device=device, prefill=1, decode=2, tensor_parallel_size=2)
-    assert [seat.device for seat in found] == expected
+    assert [plan.device for plan in found] == expected
 
 
 @pytest.mark.parametrize(("device", "there"), [("auto", "one"), ("cuda", "one"), ("cuda:1", "are 2")])
@@ -84,7 +84,7 @@ def test_each_gpu_of_a_workers_ranks_has_its_part_of_weights_and_pool():
         seated([4, 4], kv_cache_gib=8.0, **asked)
     latent = dataclasses.replace(NEEDS, planes=1)
     with pytest.raises(ConfigError, match=r"do not fit into the 4\.0 GiB of cuda:0"):
-        take_seats(ServeSettings(kv_cache_gib=3.4, **asked), [latent], [4 * GIB] * 2)
+        plan_workers(ServeSettings(kv_cache_gib=3.4, **asked), [latent], [4 * GIB] * 2)
 
 
 def test_those_that_share_a_gpu_have_equal_parts_less_their_weights():
@@ -141,7 +141,7 @@ def test_on_a_cpu_all_weights_and_pools_are_summed_up_first(monkeypatch, availab
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(available * GIB)))
     monkeypatch.setattr("kvferry.cli.resource_plan._kernels_are_compiled", lambda: True)
     wanted = ServeSettings(**{"device": "cpu", "prefill": 1, "decode": 1, "share_weights": False, **settings})
-    places = take_seats(wanted, [NEEDS], [])
+    places = plan_workers(wanted, [NEEDS], [])
     if remedy is None:
         assert "2 times" in require_memory(wanted, [NEEDS], places)
         return
@@ -158,10 +158,10 @@ def test_experts_that_transformers_loads_are_counted_for_each_worker(monkeypatch
     settings = ServeSettings(device="cpu", prefill=1, decode=1)
     dense = dataclasses.replace(NEEDS.dense, active=float(NEEDS.dense.weights))
     for needs in (NEEDS, dataclasses.replace(NEEDS, own=False, dense=dense)):
-        assert require_memory(settings, [needs], take_seats(settings, [needs], [])).startswith("1 time 4.00 GiB")
+        assert require_memory(settings, [needs], plan_workers(settings, [needs], [])).startswith("1 time 4.00 GiB")
     incompatible = [dataclasses.replace(NEEDS, own=False)]
     with pytest.raises(ConfigError, match=r"2 times 4\.00 GiB of weights"):
-        require_memory(settings, incompatible, take_seats(settings, incompatible, []))
+        require_memory(settings, incompatible, plan_workers(settings, incompatible, []))
 
 
 SMALL = dataclasses.replace(NEEDS, dense=WeightCount(weights=GIB // 2, plain=GIB // 2, active=1.0))
@@ -181,7 +181,7 @@ def test_what_drafts_is_counted_where_it_may_run(monkeypatch, settings, gib):
     monkeypatch.setattr(resource_plan, "resolve", lambda name, weights: name)
     monkeypatch.setattr(resource_plan, "needs_of", lambda source: SMALL)
     wanted = ServeSettings(device="cpu", prefill=2, decode=1, speculative_model="small", **settings)
-    assert f", {gib:.2f} GiB for the draft model" in require_memory(wanted, [NEEDS], take_seats(wanted, [NEEDS], []))
+    assert f", {gib:.2f} GiB for the draft model" in require_memory(wanted, [NEEDS], plan_workers(wanted, [NEEDS], []))
 
 
 def test_on_a_gpu_what_drafts_has_room_beside_the_pools(monkeypatch):
@@ -193,8 +193,8 @@ def test_on_a_gpu_what_drafts_has_room_beside_the_pools(monkeypatch):
 
 def test_workers_of_several_models_sit_one_model_after_the_other():
     settings = ServeSettings(prefill=1, decode=2)
-    places = take_seats(settings, [NEEDS, SMALL], [80 * GIB] * 4)
-    assert [seat.device for seat in places] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
+    places = plan_workers(settings, [NEEDS, SMALL], [80 * GIB] * 4)
+    assert [plan.device for plan in places] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
     assert {place.kv_cache_gib for place in places[2:4]} == {0}, "alone they take what is free"
     shared = pytest.approx(0.8 * (80 - WEIGHTS_GIB - 1) / 2)
     assert [place.kv_cache_gib for place in (places[0], places[4])] == [shared, shared]
@@ -202,21 +202,21 @@ def test_workers_of_several_models_sit_one_model_after_the_other():
 
 def test_a_large_model_may_share_a_gpu_with_a_small_one():
     settings = ServeSettings(prefill=0, decode=1)
-    large, small = take_seats(settings, [NEEDS, SMALL], [6 * GIB])
+    large, small = plan_workers(settings, [NEEDS, SMALL], [6 * GIB])
     assert large == small == WorkerPlan("cuda:0", 0.4)
     with pytest.raises(
         ConfigError, match=r"4.00 GiB of weights, 1.00 GiB of weights do not fit into the 4.9 GiB of cuda:0"
     ):
-        take_seats(settings, [NEEDS, SMALL], [int(4.9 * GIB)])
+        plan_workers(settings, [NEEDS, SMALL], [int(4.9 * GIB)])
 
 
 def test_on_a_cpu_all_models_are_summed_up(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=int(14.1 * GIB)))
     settings = ServeSettings(device="cpu", share_weights=False)
-    places = take_seats(settings, [NEEDS, SMALL], [])
+    places = plan_workers(settings, [NEEDS, SMALL], [])
     assert places == [WorkerPlan("cpu")] * 4
-    told = require_memory(settings, [NEEDS, SMALL], places)
-    assert "2 times 4.00 GiB of weights and 2 times 1 GiB of KV pool, 2 times 1.00 GiB of weights" in told
+    model_report = require_memory(settings, [NEEDS, SMALL], places)
+    assert "2 times 4.00 GiB of weights and 2 times 1 GiB of KV pool, 2 times 1.00 GiB of weights" in model_report
     with pytest.raises(ConfigError, match=r"lower --kv-cache-gib to less than 1.0, or start fewer workers"):
         require_memory(dataclasses.replace(settings, kv_cache_gib=1.1), [NEEDS, SMALL], places)
 
@@ -224,7 +224,7 @@ def test_on_a_cpu_all_models_are_summed_up(monkeypatch):
 def test_pools_on_gpus_take_no_memory_of_the_machine(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=GIB))
     settings = ServeSettings()
-    assert "on cuda:0, cuda:1" in require_memory(settings, [NEEDS], take_seats(settings, [NEEDS], [80 * GIB] * 2))
+    assert "on cuda:0, cuda:1" in require_memory(settings, [NEEDS], plan_workers(settings, [NEEDS], [80 * GIB] * 2))
 
 
 def test_block_formats_are_smaller_only_where_they_run_as_stored():

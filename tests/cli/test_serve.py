@@ -273,8 +273,8 @@ def test_children_get_only_what_differs_from_their_defaults():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, port=8123, host="0.0.0.0", threads=3, kv_blocks=9
     )
-    seats = [WorkerPlan("cpu"), WorkerPlan("cuda:0", 1.5), WorkerPlan("cuda:1")]
-    router, prefill, first, second = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
+    plans = [WorkerPlan("cpu"), WorkerPlan("cuda:0", 1.5), WorkerPlan("cuda:1")]
+    router, prefill, first, second = cluster_commands(settings, plans, lambda subcommand: ["kvferry", subcommand])
     assert router.argv == (
         "kvferry",
         "router",
@@ -310,8 +310,8 @@ def test_children_get_only_what_differs_from_their_defaults():
 )
 def test_workers_that_compute_on_the_same_cores_share_them(threads, devices, sharing):
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", prefill=1, decode=2, threads=threads)
-    seats = [WorkerPlan(device) for device in devices]
-    router, *workers = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand], cores_fd=7)
+    plans = [WorkerPlan(device) for device in devices]
+    router, *workers = cluster_commands(settings, plans, lambda subcommand: ["kvferry", subcommand], cores_fd=7)
     assert sum(["--cores-fd", "7"] in map(list, pairwise(worker.argv)) for worker in workers) == sharing
     assert [worker.fds for worker in workers].count((7,)) == sharing
     assert router.fds == ()
@@ -327,9 +327,9 @@ def test_workers_that_compute_on_the_same_cores_share_them(threads, devices, sha
 )
 def test_workers_of_a_model_on_the_cpu_are_given_one_copy_of_its_weights(devices, given):
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), threads=1)
-    seats, made = [WorkerPlan(device) for device in devices], iter((10, 11))
+    plans, made = [WorkerPlan(device) for device in devices], iter((10, 11))
     program = lambda subcommand: ["kvferry", subcommand]  # noqa: E731
-    _, *workers = cluster_commands(settings, seats, program, weights=lambda: next(made))
+    _, *workers = cluster_commands(settings, plans, program, weights=lambda: next(made))
     assert [worker.fds for worker in workers] == [(each,) if each >= 0 else () for each in given]
     for worker, each in zip(workers, given, strict=True):
         assert (["--weights-fd", str(each)] in map(list, pairwise(worker.argv))) == (each >= 0)
@@ -351,8 +351,8 @@ def test_each_model_has_workers_of_its_own_and_the_router_all_models():
     settings = ServeSettings(
         redis_url="redis://127.0.0.1:1/0", model=("/m/a", "/m/b"), served_model_name=("a,first", "b"), decode=2
     )
-    seats = [WorkerPlan(f"cuda:{index}") for index in range(6)]
-    router, *workers = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
+    plans = [WorkerPlan(f"cuda:{index}") for index in range(6)]
+    router, *workers = cluster_commands(settings, plans, lambda subcommand: ["kvferry", subcommand])
     models = ["--model", "/m/a", "--model", "/m/b"]
     names = ["--served-model-name", "a,first", "--served-model-name", "b"]
     assert [word for word in router.argv if word in {*models, *names}] == [*names, *models]
@@ -377,8 +377,8 @@ def test_the_program_is_the_console_script_where_there_is_one(tmp_path, monkeypa
 def test_nodes_that_change_their_roles_are_all_told_so_and_none_gives_way() -> None:
     """A process cannot take its priority back when it is to decode."""
     settings = ServeSettings(redis_url="redis://127.0.0.1:1/0", elastic=True, elastic_rest=5.0)
-    seats = [WorkerPlan("cpu"), WorkerPlan("cpu")]
-    commands = cluster_commands(settings, seats, lambda subcommand: ["kvferry", subcommand])
+    plans = [WorkerPlan("cpu"), WorkerPlan("cpu")]
+    commands = cluster_commands(settings, plans, lambda subcommand: ["kvferry", subcommand])
     assert all("--elastic" in command.argv for command in commands)
     assert ["--elastic-rest" in command.argv for command in commands] == [True, False, False]
     assert {command.niceness for command in commands} == {0}

@@ -55,8 +55,8 @@ def test_prefill_is_bound_by_arithmetic():
         ({}, WorkerPlan("cuda:0"), 80 * GIB, 0.8 * (80 * GIB - 2 * (DENSE + EMBEDDING))),
     ],
 )
-def test_the_pool_holds_so_many_tokens(settings, seat, gpu, pool):
-    found = expected(ServeSettings(**settings), NEEDS, seat, gpu, LIMITS)
+def test_the_pool_holds_so_many_tokens(settings, plan, gpu, pool):
+    found = expected(ServeSettings(**settings), NEEDS, plan, gpu, LIMITS)
     assert found.kv_per_token == 131072
     assert found.pool == pytest.approx(pool)
     assert found.pool_tokens == int(pool // 131072)

@@ -46,7 +46,7 @@ def directory(path, **changes):
     return str(path)
 
 
-def told(model: str, **settings) -> Result:
+def model_report(model: str, **settings) -> Result:
     (result,) = all_checks(ServeSettings(model=(model,), device="cpu", **settings), [("model", doctor.model)])
     return result
 
@@ -55,12 +55,12 @@ def test_family_path_formats_and_memory(tmp_path, monkeypatch):
     weights = 64 * 64 * 18 // 32 + 2 * 128 * 64
     room = types.SimpleNamespace(available=weights + 1000 * 128 + 5)
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)
-    found = told(directory(tmp_path, quantization_config=GPTQ))
+    found = model_report(directory(tmp_path, quantization_config=GPTQ))
     assert found.level == "ok"
     assert "Qwen3ForCausalLM on kvferry's own decoder, gptq of 4 bits, groups of 32; " in found.found
     assert "KV 0.1 MiB for 1,000 tokens" in found.found
     assert "its longest sequence of 4096 tokens; memory here holds KV of 1,000 tokens beside its weights" in found.found
-    longer = told(str(tmp_path), max_model_len=512)
+    longer = model_report(str(tmp_path), max_model_len=512)
     assert "sequence of 512 tokens" in longer.found
 
 
@@ -77,7 +77,7 @@ def test_family_path_formats_and_memory(tmp_path, monkeypatch):
     ],
 )
 def test_the_path_is_told(changes, words, tmp_path):
-    assert words in told(directory(tmp_path, **changes)).found
+    assert words in model_report(directory(tmp_path, **changes)).found
 
 
 def test_latent_attention_is_told(tmp_path):
@@ -85,18 +85,18 @@ def test_latent_attention_is_told(tmp_path):
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     groups = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     model = directory(tmp_path, model_type="deepseek_v3", num_hidden_layers=8, **sizes, **groups)
-    found = told(model)
+    found = model_report(model)
     assert "on kvferry's own decoder" in found.found
     assert f"KV {1000 * 8 * 576 * 2 / 2**20:.1f} MiB for 1,000 tokens" in found.found
-    refused = told(model, kv_cache_dtype="int8")
+    refused = model_report(model, kv_cache_dtype="int8")
     assert (refused.level, "int8 is not supported for latent attention" in refused.found) == ("fail", True)
-    assert f"KV {1000 * 8 * 580 / 2**20:.1f} MiB for 1,000 tokens" in told(model, kv_cache_dtype="fp8").found
+    assert f"KV {1000 * 8 * 580 / 2**20:.1f} MiB for 1,000 tokens" in model_report(model, kv_cache_dtype="fp8").found
 
 
 @pytest.mark.parametrize(("cache", "level"), [("fp8", "fail"), ("fp8_e4m3", "fail"), ("int8", "ok"), ("auto", "ok")])
 def test_a_cache_that_cannot_be_batch_invariant_is_refused_before_anything_is_loaded(cache, level, tmp_path):
     path = directory(tmp_path, quantization_config=GPTQ)
-    result = told(path, kv_cache_dtype=cache, batch_invariant=True)
+    result = model_report(path, kv_cache_dtype=cache, batch_invariant=True)
     words = (
         f"batch_invariant is not supported with kv_cache_dtype {cache}, which PyTorch reads on a CPU; use int8 or auto"
     )
@@ -142,7 +142,7 @@ def test_formats_of_a_gguf(kind, level, tmp_path):
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=stored)
     writer.add_tensor("blk.0.ffn_down.weight", np.zeros((256, 256), dtype=np.float32))
     finish(writer)
-    found = told(str(path))
+    found = model_report(str(path))
     assert found.level == level
     words = (
         "kvferry's own decoder, GGUF of float32 and Q4_0"
@@ -159,8 +159,8 @@ def test_who_drafts_and_what_that_takes(tmp_path):
     model, small, other = (
         directory(path, **changes) for path, changes in zip(paths, ({}, {}, {"vocab_size": 64}), strict=True)
     )
-    assert "; small drafts; " in told(model, num_speculative_tokens=4, speculative_model=small).found
-    refused = told(model, num_speculative_tokens=4, speculative_model=other)
+    assert "; small drafts; " in model_report(model, num_speculative_tokens=4, speculative_model=small).found
+    refused = model_report(model, num_speculative_tokens=4, speculative_model=other)
     assert (refused.level, report([refused])) == ("fail", 2)
     assert "other has a vocabulary of 64 tokens, model has another of 128" in refused.found
     settings = ServeSettings(model=(model,), device="cpu", kv_cache_gib=0.01, speculative_model=small)
@@ -181,7 +181,7 @@ def test_a_gguf_that_transformers_reads_needs_accelerate(installed, tmp_path, mo
         "importlib.util.find_spec",
         lambda name: (types if installed else None) if name == "accelerate" else find(name),
     )
-    found = told(str(path))
+    found = model_report(str(path))
     words = "transformers modules around kvferry's attention and dense layers, GGUF of float32"
     assert (found.level, (words if installed else "pip install accelerate") in found.found) == (
         "ok" if installed else "fail",

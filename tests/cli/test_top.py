@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 import kvferry.cli.main as command
-from kvferry.cli.top import Unseen, Watching, run_top
-from kvferry.cli.top_view import BAR, picture, pool, spark
+from kvferry.cli.top import StateUnavailable, TopOptions, run_top
+from kvferry.cli.top_view import BAR, pool, render, spark
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dashboard.state import Blocks, State
@@ -35,7 +35,7 @@ def router(board: ScriptedBoard, **settings: Any) -> Iterator[str]:
 
 def drawn(state: State, width: int = 160, height: int = 10_000) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(picture(state, width, height))
+    console.print(render(state, width, height))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -112,8 +112,8 @@ def test_another_server_is_no_router() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"<html>"})
 
-    with served(app) as url, pytest.raises(Unseen, match="not a router of this version"):
-        run_top(Watching(url, "", 1.0), once=True)
+    with served(app) as url, pytest.raises(StateUnavailable, match="not a router of this version"):
+        run_top(TopOptions(url, "", 1.0), once=True)
 
 
 def test_a_terminal_shows_it_live_until_q_is_pressed() -> None:

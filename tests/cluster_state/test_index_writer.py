@@ -36,7 +36,7 @@ class _Recorder(MemoryStore):
         await super().publish(node_id, epoch, stored, removed)
 
     async def refresh(self, node_id, epoch, rows):
-        self._reach()
+        self._check_available()
         self.refreshed += rows
         await MemoryStore.publish(self, node_id, epoch, rows, ())
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvferry.cli.preflight import redis_answers
+from kvferry.cli.preflight import check_redis
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
@@ -92,4 +92,4 @@ async def test_a_node_waits_until_it_is_let_in(
 
 def test_serve_and_doctor_still_say_so_in_one_line(guarded: RedisServer) -> None:
     with pytest.raises(ConfigError, match=r"refuses: .*docs/redis.md"):
-        redis_answers(RouterSettings(redis_url=guarded.url))
+        check_redis(RouterSettings(redis_url=guarded.url))

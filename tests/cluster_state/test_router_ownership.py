@@ -54,7 +54,7 @@ async def test_the_work_of_a_dead_router_is_claimed_once_each() -> None:
 async def test_a_draining_router_gives_up_its_work_and_claims_none() -> None:
     leases = MemoryRouterLeases(lease_s=LEASE_S)
     leaving, staying = Router(leases), Router(leases)
-    async with leaving.own.running(), staying.own.kept():
+    async with leaving.own.running(), staying.own.running():
         await leaving.own.take("batch", "a", 60)
         leaving.own.drain()
         assert await leaving.own.release("batch", "a")

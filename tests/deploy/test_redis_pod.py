@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from kvferry.cli.preflight import redis_answers, valkey_binary
+from kvferry.cli.preflight import check_redis, valkey_binary
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
 from kvferry.simulate.calibrate import leases_of
@@ -85,10 +85,10 @@ def test_the_processes_are_let_in_by_the_password_and_nobody_else_is(
     url = of_config("KVFERRY_REDIS_URL").replace("kvferry-redis:6379", f"{LOOPBACK}:{port}")
     (tmp_path / "password").write_text(LINE)
     settings = RouterSettings(redis_url=url, redis_password_file=str(tmp_path / "password"), cluster="c")
-    assert redis_answers(settings) == (redis_answers(settings)[0], ""), "nobody writes to it without the password"
+    assert check_redis(settings) == (check_redis(settings)[0], ""), "nobody writes to it without the password"
     (tmp_path / "password").write_text("wrong")
     with pytest.raises(ConfigError):
-        redis_answers(RouterSettings(redis_url=url, redis_password_file=str(tmp_path / "password"), cluster="c"))
+        check_redis(RouterSettings(redis_url=url, redis_password_file=str(tmp_path / "password"), cluster="c"))
     with pytest.raises(redis.AuthenticationError):
         redis.Redis(port=port).ping()
     for words in (("CONFIG", "GET", "*"), ("ACL", "LIST"), ("GET", "other"), ("FLUSHALL",), ("KEYS", "*")):

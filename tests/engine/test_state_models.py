@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.cli.model_report import told
+from kvferry.cli.model_report import model_report
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
@@ -90,7 +90,7 @@ def test_needs_are_told_from_the_config_as_the_loaded_model_has_them(name: str, 
 
 def test_the_doctor_says_what_a_state_takes(tmp_path: Path) -> None:
     save_tiny(HYBRIDS["qwen3.5"](), tmp_path)
-    text = told(ServeSettings(model=(str(tmp_path),)), resolve(str(tmp_path)))
+    text = model_report(ServeSettings(model=(str(tmp_path),)), resolve(str(tmp_path)))
     assert "recurrent state 0.01 MiB a checkpoint" in text
 
 

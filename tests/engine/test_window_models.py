@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from kvferry.cli.model_report import told
+from kvferry.cli.model_report import model_report
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
@@ -170,6 +170,8 @@ def test_other_models_keep_all_layers_in_one_block(name: str, tmp_path: Path) ->
 def test_the_doctor_counts_windows_apart(tmp_path: Path) -> None:
     save_tiny(OURS["gemma3"](), tmp_path)
     source = resolve(str(tmp_path))
-    text = told(ServeSettings(model=(str(tmp_path),), block_size=8), source)
+    text = model_report(ServeSettings(model=(str(tmp_path),), block_size=8), source)
     assert "MiB for 1,000 tokens and 0.0 MiB for windows" in text
-    assert "for windows" not in told(ServeSettings(model=(str(tmp_path),), kv_remote_url="http://store"), source)
+    assert "for windows" not in model_report(
+        ServeSettings(model=(str(tmp_path),), kv_remote_url="http://store"), source
+    )

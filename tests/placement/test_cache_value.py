@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.placement.cache_value import MOST, CacheValue, displaced_blocks, displaced_s, spared_s
+from kvferry.placement.cache_value import MAX_REUSES, CacheValue, displaced_blocks, displaced_s, saved_s
 from kvferry.placement.place import place
 from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.lease import Load, NodeLease, Rates
@@ -48,14 +48,14 @@ def test_worth_is_what_was_reused_over_what_was_computed() -> None:
     worth = CacheValue()
     assert worth.times == 0.0
     for _ in range(50):
-        worth.saw(0, 100)
+        worth.record(0, 100)
     assert worth.times == 0.0
     for _ in range(1000):
-        worth.saw(50, 100)
+        worth.record(50, 100)
     assert worth.times == pytest.approx(1.0, abs=0.01)
     for _ in range(1000):
-        worth.saw(99, 100)
-    assert worth.times == MOST
+        worth.record(99, 100)
+    assert worth.times == MAX_REUSES
 
 
 def test_where_all_queues_are_long_what_is_cached_may_wait_longer() -> None:
@@ -75,5 +75,5 @@ def test_where_all_queues_are_long_what_is_cached_may_wait_longer() -> None:
 
 
 def test_nothing_is_spared_where_nothing_is_known_to_be_shared() -> None:
-    assert spared_s(node("a", cached_len=160), Demand(320), 3.0) == 0.0
-    assert spared_s(node("a", cached_len=160), Demand(320, worth=0.1), 3.0) == pytest.approx(1.5)
+    assert saved_s(node("a", cached_len=160), Demand(320), 3.0) == 0.0
+    assert saved_s(node("a", cached_len=160), Demand(320, worth=0.1), 3.0) == pytest.approx(1.5)

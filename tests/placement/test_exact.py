@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.placement import uncached_nodes
-from kvferry.placement.blocks import fits, has_room, shipped_blocks, uncached_len
-from kvferry.placement.cache_value import displaced_s, spared_s
-from kvferry.placement.costs import HANDOFF_S, compute_s, doubt_s, own_s, queue_s, risk_s, wait_s
+from kvferry.placement.blocks import fits, has_capacity, shipped_blocks, uncached_len
+from kvferry.placement.cache_value import displaced_s, saved_s
+from kvferry.placement.costs import HANDOFF_S, compute_s, own_s, penalties_s, penalty_s, queue_s, wait_s
 from kvferry.placement.fetching import holders
 from kvferry.placement.pairs import pair_s
 from kvferry.placement.place import NOISE, place
@@ -61,7 +61,7 @@ demands = st.builds(
     prompt_only=st.sampled_from([False, False, True]),
     local_tokens=st.sampled_from([0, 0, 30]),
     broken=st.sets(st.tuples(st.none() | keys, keys), max_size=3).map(frozenset),
-    doubts=st.dictionaries(keys, st.sampled_from([0.01, 0.5]), max_size=2),
+    penalties=st.dictionaries(keys, st.sampled_from([0.01, 0.5]), max_size=2),
     recovers=st.booleans(),
     beside=st.none() | keys,
     fetches=st.booleans(),
@@ -74,7 +74,7 @@ def searched(demand: Demand, nodes: Sequence[NodeView]) -> Chosen:
     """Who is chosen, and at what cost."""
     demand = replace(demand, holders=holders(demand, nodes))
     prefills = [view for view in nodes if view.lease.role == "prefill" and fits(view, demand)]
-    decodes = [view for view in nodes if view.lease.role == "decode" and has_room(view, demand)]
+    decodes = [view for view in nodes if view.lease.role == "decode" and has_capacity(view, demand)]
     least_s = min((queue_s(view, demand) for view in prefills), default=0.0)
 
     def alone_s(view: NodeView) -> float:
@@ -82,11 +82,11 @@ def searched(demand: Demand, nodes: Sequence[NodeView]) -> Chosen:
         return queue_s(view, demand) + wait_s(view, demand) + seconds + own_s(demand, view, seconds)
 
     def first_s(view: NodeView) -> float:
-        spared = 0.0 if demand.prompt_only else spared_s(view, demand, least_s)
-        return queue_s(view, demand) + compute_s(view, demand) + (risk_s(view, demand) - spared)
+        spared = 0.0 if demand.prompt_only else saved_s(view, demand, least_s)
+        return queue_s(view, demand) + compute_s(view, demand) + (penalties_s(view, demand) - spared)
 
     def ready_s(view: NodeView) -> float:
-        return wait_s(view, demand) + HANDOFF_S + doubt_s(view, demand)
+        return wait_s(view, demand) + HANDOFF_S + penalty_s(view, demand)
 
     def both_s(prefill: NodeView, decode: NodeView) -> float:
         first = (first_s(prefill), compute_s(prefill, demand), prefill)
@@ -135,7 +135,7 @@ def test_the_choice_is_that_of_a_search_through_all(demand: Demand, nodes: list[
     try:
         placement = place(demand, nodes)
     except KvferryError:
-        assert not any(view.lease.role == "decode" and has_room(view, demand) for view in nodes)
+        assert not any(view.lease.role == "decode" and has_capacity(view, demand) for view in nodes)
         return
     names = [lease.node_id if lease else None for lease in (placement.prefill, placement.decode)]
     assert (*names, placement.cost_s) == searched(demand, nodes)
@@ -145,16 +145,17 @@ def test_the_choice_is_that_of_a_search_through_all(demand: Demand, nodes: list[
 @given(demands, clusters())
 def test_figures_made_by_lists_are_those_of_each_node(demand: Demand, nodes: list[NodeView]) -> None:
     demand = replace(demand, holders=holders(demand, nodes))
-    bare, others = uncached_nodes.apart(demand, nodes)
+    bare, others = uncached_nodes.split_plain(demand, nodes)
     assert sorted([*bare, *others], key=lambda view: view.key) == sorted(nodes, key=lambda view: view.key)
     assert uncached_nodes.computes(demand, bare) == [compute_s(view, demand) for view in bare]
     assert uncached_nodes.displaced(demand, bare) == [displaced_s(view, demand) for view in bare]
-    readies = uncached_nodes.readies(demand, bare)
+    readies = uncached_nodes.decode_halves(demand, bare)
     assert readies == [
-        (wait_s(view, demand), shipped_blocks(view, demand), view) for view in bare if has_room(view, demand)
+        (wait_s(view, demand), shipped_blocks(view, demand), view) for view in bare if has_capacity(view, demand)
     ]
     assert all(
-        cost_s >= uncached_nodes.alone_from_s(demand, readies) for cost_s, _ in uncached_nodes.alone(demand, readies)
+        cost_s >= uncached_nodes.local_bound_s(demand, readies)
+        for cost_s, _ in uncached_nodes.local_costs(demand, readies)
     )
 
 
@@ -177,11 +178,11 @@ def test_idle_equal_nodes_take_turns(count: int, holding: int, data: st.DataObje
 @pytest.mark.parametrize("recovers", [False, True])
 def test_no_nodes_are_no_figures(recovers: bool) -> None:
     demand = Demand(100, recovers=recovers)
-    assert uncached_nodes.apart(demand, []) == ([], [])
+    assert uncached_nodes.split_plain(demand, []) == ([], [])
     assert (
-        uncached_nodes.firsts(demand, [], 0.0)
-        == uncached_nodes.readies(demand, [])
-        == uncached_nodes.alone(demand, [])
+        uncached_nodes.prefill_halves(demand, [], 0.0)
+        == uncached_nodes.decode_halves(demand, [])
+        == uncached_nodes.local_costs(demand, [])
         == []
     )
-    assert uncached_nodes.alone_from_s(demand, []) == inf
+    assert uncached_nodes.local_bound_s(demand, []) == inf

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.placement.costs import compute_s
-from kvferry.placement.fetching import CANDIDATES, LEAST_GAIN_S, QUESTION_S, fetch_s, fetching, holders
+from kvferry.placement.fetching import CANDIDATES, HANDSHAKE_S, MIN_GAIN_S, fetch_s, fetching, holders
 from kvferry.placement.place import place
 from kvferry.placement.types import Demand, NodeView
 from kvferry.protocol.lease import Rates
@@ -54,7 +54,7 @@ def test_engines_of_others_neither_fetch_nor_give_prefixes() -> None:
 
 
 def test_a_gain_below_the_threshold_is_none() -> None:
-    asks = node("p1", rates=Rates(16 / (QUESTION_S + LEAST_GAIN_S), 0.02, 1e12))
+    asks = node("p1", rates=Rates(16 / (HANDSHAKE_S + MIN_GAIN_S), 0.02, 1e12))
     holds = node("p2", cached=16, rates=Rates(1000.0, 0.02, 1e18))
     assert fetching(asks, with_holders(asks, holds)) is None
     slower = replace(asks, lease=replace(asks.lease, rates=Rates(asks.lease.rates.prefill_tokens_per_s * 0.9)))
@@ -145,7 +145,7 @@ def test_a_fetch_is_never_slower_than_computing(nodes: list[NodeView], length: i
         fetch = fetching(view, demand)
         if fetch is None:
             continue
-        assert fetch.seconds <= compute_s(view, replace(demand, holders=())) - LEAST_GAIN_S
+        assert fetch.seconds <= compute_s(view, replace(demand, holders=())) - MIN_GAIN_S
         assert view.cached_len < fetch.cached_len < length
         assert fetch.cached_len <= fetch.holder.cached_len
         assert fetch.holder is not view

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.placement.blocks import fits, shipped_blocks
-from kvferry.placement.cache_value import displaced_s, spared_s
-from kvferry.placement.costs import HANDOFF_S, compute_s, harm_s, queue_s, wait_s
+from kvferry.placement.cache_value import displaced_s, saved_s
+from kvferry.placement.costs import HANDOFF_S, compute_s, interference_s, queue_s, wait_s
 from kvferry.placement.pairs import CHUNK_TOKENS, exposed_s
 from kvferry.placement.place import NOISE, place
 from kvferry.placement.types import Demand, NodeView, Placement
@@ -89,10 +89,10 @@ CASES = {
         Demand(1024, prompt_only=True, broken=frozenset({(("p1", 1), None)})), [node("p1"), node("d1")],
         ("p1", None)),
     "doubts are seconds": (
-        Demand(1024, doubts={("p1", 1): 0.6, ("d1", 1): 0.6}),
+        Demand(1024, penalties={("p1", 1): 0.6, ("d1", 1): 0.6}),
         [node("p1"), node("p2", waiting=500), node("d1"), node("d2", streams=9)], ("p2", "d2")),
     "doubts that cost less than a queue": (
-        Demand(1024, doubts={("p1", 1): 0.4}), [node("p1"), node("p2", waiting=500), node("d1")], ("p1", "d1")),
+        Demand(1024, penalties={("p1", 1): 0.4}), [node("p1"), node("p2", waiting=500), node("d1")], ("p1", "d1")),
     "what recovers goes where its prefix is, whatever waits there": (
         Demand(1024, recovers=True), [node("p1", cached=1008, waiting=9000), node("p2"), node("d1", streams=9)],
         ("p1", "d1")),
@@ -142,7 +142,7 @@ def test_costs_are_those_of_the_formula() -> None:
 
 
 def test_a_doubt_is_no_part_of_what_is_expected() -> None:
-    doubted = Demand(1024, doubts={("d1", 1): 5.0})
+    doubted = Demand(1024, penalties={("d1", 1): 5.0})
     for nodes in ([node("p1"), node("d1")], [node("d1")]):
         assert place(doubted, nodes).first_token_s == pytest.approx(place(LONG, nodes).first_token_s)
         assert place(doubted, nodes).cost_s > place(LONG, nodes).cost_s + 4.9
@@ -253,12 +253,12 @@ def pair_s(p: NodeView, d: NodeView, demand: Demand, least_s: float = 0.0) -> fl
     """Cost of a pair, by the formula."""
     block_s = p.lease.block_bytes / p.lease.rates.ship_bytes_per_s
     exposed = exposed_s(shipped_blocks(d, demand), CHUNK_TOKENS // BLOCK, block_s, compute_s(p, demand))
-    first_s = queue_s(p, demand) + compute_s(p, demand) + displaced_s(p, demand) - spared_s(p, demand, least_s)
+    first_s = queue_s(p, demand) + compute_s(p, demand) + displaced_s(p, demand) - saved_s(p, demand, least_s)
     return first_s + (wait_s(d, demand) + HANDOFF_S) + exposed
 
 
 def local_s(d: NodeView, demand: Demand) -> float:
-    own_s = harm_s(d, compute_s(d, demand)) + displaced_s(d, demand)
+    own_s = interference_s(d, compute_s(d, demand)) + displaced_s(d, demand)
     return queue_s(d, demand) + wait_s(d, demand) + compute_s(d, demand) + own_s
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.placement.costs import compute_s
 from kvferry.placement.place import place
-from kvferry.placement.tier_reads import brought
+from kvferry.placement.tier_reads import tier_read
 from kvferry.placement.types import Demand, NodeView, TierPrefix
 from kvferry.protocol.lease import Rates
 from tests.placement.test_place import node, where
@@ -27,8 +27,8 @@ def keeps(name: str, kept: int = 960, read_s: float = READ_S, **how: Any) -> Nod
 
 
 def test_what_is_on_disk_is_read_where_computing_takes_longer() -> None:
-    assert brought(keeps("p1"), DEMAND) == (960, pytest.approx(60 * READ_S + 0.064))
-    assert brought(keeps("p1", cached=160), DEMAND) == (960, pytest.approx(50 * READ_S + 0.064))
+    assert tier_read(keeps("p1"), DEMAND) == (960, pytest.approx(60 * READ_S + 0.064))
+    assert tier_read(keeps("p1", cached=160), DEMAND) == (960, pytest.approx(50 * READ_S + 0.064))
     assert compute_s(keeps("p1"), DEMAND) == pytest.approx(60 * READ_S + 0.064)
 
 
@@ -43,11 +43,11 @@ def test_what_is_on_disk_is_read_where_computing_takes_longer() -> None:
 )
 def test_else_it_is_computed(view: NodeView, why: str) -> None:
     held = view.cached_len
-    assert brought(view, DEMAND) == (held, pytest.approx((1024 - held) / 1000)), why
+    assert tier_read(view, DEMAND) == (held, pytest.approx((1024 - held) / 1000)), why
 
 
 def test_the_block_of_the_last_token_is_computed_though_it_is_on_disk() -> None:
-    assert brought(keeps("p1", kept=1024), DEMAND).cached_len == 1008
+    assert tier_read(keeps("p1", kept=1024), DEMAND).cached_len == 1008
 
 
 def test_a_pool_is_better_than_a_disk_and_a_disk_than_computing() -> None:
@@ -89,11 +89,11 @@ def test_each_tier_is_read_for_what_the_quicker_ones_lack() -> None:
     view = replace(
         node("p1", cached=160, rates=Rates(1000.0, 0.02, 1e9)), kept=(TierPrefix(480, 0.001), TierPrefix(960, READ_S))
     )
-    assert brought(view, DEMAND) == (960, pytest.approx(20 * 0.001 + 30 * READ_S + 0.064))
+    assert tier_read(view, DEMAND) == (960, pytest.approx(20 * 0.001 + 30 * READ_S + 0.064))
     slow = replace(view, kept=(TierPrefix(480, 0.001), TierPrefix(960, 0.02)))
-    assert brought(slow, DEMAND) == (480, pytest.approx(20 * 0.001 + 0.544))
+    assert tier_read(slow, DEMAND) == (480, pytest.approx(20 * 0.001 + 0.544))
     shorter = replace(view, kept=(TierPrefix(960, 0.001), TierPrefix(480, READ_S)))
-    assert brought(shorter, DEMAND) == (960, pytest.approx(50 * 0.001 + 0.064))
+    assert tier_read(shorter, DEMAND) == (960, pytest.approx(50 * 0.001 + 0.064))
 
 
 STORED = Demand(1024, stored_len=768)
@@ -105,13 +105,13 @@ def stores(name: str, read_s: float = READ_S, **how: Any) -> NodeView:
 
 
 def test_any_node_reads_what_a_store_has() -> None:
-    assert brought(stores("p1"), STORED) == (768, pytest.approx(48 * READ_S + 0.256))
-    assert brought(stores("p1", cached=320), STORED) == (768, pytest.approx(28 * READ_S + 0.256))
+    assert tier_read(stores("p1"), STORED) == (768, pytest.approx(48 * READ_S + 0.256))
+    assert tier_read(stores("p1", cached=320), STORED) == (768, pytest.approx(28 * READ_S + 0.256))
     own = replace(stores("p1"), kept=(TierPrefix(960, 0.001),))
-    assert brought(own, STORED) == (960, pytest.approx(60 * 0.001 + 0.064))
+    assert tier_read(own, STORED) == (960, pytest.approx(60 * 0.001 + 0.064))
     for without in (stores("p1", read_s=0.0), stores("p1", read_s=0.017), stores("p1", cached=800)):
         held = without.cached_len
-        assert brought(without, STORED) == (held, pytest.approx((1024 - held) / 1000))
+        assert tier_read(without, STORED) == (held, pytest.approx((1024 - held) / 1000))
 
 
 def test_a_busy_pool_loses_to_an_idle_node_that_reads_from_the_store() -> None:
@@ -137,6 +137,6 @@ def test_reading_is_never_slower_than_computing(
 ) -> None:
     view = replace(node("p1", cached=cached, rates=Rates(rate, 0.02, 1e9)), kept=(TierPrefix(kept, read_s),))
     demand = Demand(length)
-    found = brought(view, demand)
+    found = tier_read(view, demand)
     assert found.seconds <= compute_s(replace(view, kept=()), demand)
     assert found.cached_len < length

@@ -39,19 +39,19 @@ class Asked:
         if self._refuse:
             raise self._refuse
 
-    async def look(self, seconds: float, each: Callable[[], None] = lambda: None) -> None:
+    async def check(self, seconds: float, each: Callable[[], None] = lambda: None) -> None:
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5
             each()
-            await self.balance.look()
+            await self.balance.check()
 
 
 async def test_what_waits_in_the_router_counts_and_must_last() -> None:
     asked = Asked()
     asked.seats = 1.0
-    await asked.look(HOLD_S)
+    await asked.check(HOLD_S)
     assert asked.told == []
-    await asked.look(0.5)
+    await asked.check(0.5)
     assert asked.told == [("p0", "decode", REST_S)]
 
 
@@ -61,7 +61,7 @@ async def test_a_burst_that_comes_and_goes_changes_nothing() -> None:
     def bursts() -> None:
         asked.seats = 1.0 if asked.now % 3 else 0.0
 
-    await asked.look(30.0, bursts)
+    await asked.check(30.0, bursts)
     assert asked.told == []
 
 
@@ -69,7 +69,7 @@ async def test_prompts_that_wait_bring_a_decode_node_to_prefill() -> None:
     asked = Asked()
     asked.leases = [node("p0", "prefill"), node("d0", "decode", pressure=0.3), node("d1", "decode", pressure=0.2)]
     asked.waits_s = 5.0
-    await asked.look(HOLD_S + 0.5)
+    await asked.check(HOLD_S + 0.5)
     assert asked.told == [("d1", "prefill", REST_S)]
 
 
@@ -77,7 +77,7 @@ async def test_prompts_that_wait_bring_a_decode_node_to_prefill() -> None:
 async def test_who_refuses_is_asked_again_after_as_long(error: Exception) -> None:
     asked = Asked(error)
     asked.seats = 1.0
-    await asked.look(2 * HOLD_S + 1.5)
+    await asked.check(2 * HOLD_S + 1.5)
     assert len(asked.told) == 2
 
 
@@ -85,7 +85,7 @@ async def test_a_role_keeps_a_node_of_each_fingerprint() -> None:
     asked = Asked()
     asked.leases = [node("p0", "prefill"), node("p1", "prefill", "other"), node("d0", "decode")]
     asked.seats = 1.0
-    await asked.look(HOLD_S + 1.0)
+    await asked.check(HOLD_S + 1.0)
     assert asked.told == []
 
 
@@ -95,7 +95,7 @@ async def test_each_fingerprint_balances_its_own_roles() -> None:
     asked.leases = [node("d0", "decode"), node("p1", "prefill", "other", leaving=True), node("d1", "decode", "other")]
     asked.leases += [node("q0", "prefill", "third"), node("q1", "prefill", "third"), node("d2", "decode", "third")]
     asked.seats = 2.0
-    await asked.look(HOLD_S + 0.5)
+    await asked.check(HOLD_S + 0.5)
     assert asked.told == [("q0", "decode", REST_S)]
 
 
@@ -103,5 +103,5 @@ async def test_a_pool_without_nodes_asks_nobody() -> None:
     asked = Asked()
     asked.leases = []
     asked.seats = 1.0
-    await asked.look(HOLD_S + 1.0)
+    await asked.check(HOLD_S + 1.0)
     assert asked.told == []

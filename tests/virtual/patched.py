@@ -34,8 +34,8 @@ def _away(
     """Not where the prefix is, as if that node were busy: it is fetched from there."""
     every = {name: blocks for found in held.values() for name, blocks in found.items()}
     most = max(every, key=every.__getitem__, default="")
-    doubts = {entry.key: LOSS_S for entry in cluster.model.members if entry.key[0] == most}
-    return _place(cluster, replace(demand, doubts={**demand.doubts, **doubts}), held, groups)
+    penalties = {entry.key: LOSS_S for entry in cluster.model.members if entry.key[0] == most}
+    return _place(cluster, replace(demand, penalties={**demand.penalties, **penalties}), held, groups)
 
 
 class _Errors(logging.Handler):

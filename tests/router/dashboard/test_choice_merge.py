@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.router.dashboard.merged import merged
-from kvferry.router.dashboard.state import Asked, Blocks, Counts, Event, Node, State, Suspect, Transfer
+from kvferry.router.dashboard.state import Blocks, Counts, Event, Node, RequestSummary, State, Suspect, Transfer
 
 NODE = Node(
     id="d", role="decode", model="m", state="ready", trouble="", streams=2, running=5, most_running=8, waiting=0,
@@ -19,8 +19,8 @@ def counts(requests: int, seconds: float = 5.0, first_token_s: float = 1.0) -> C
     )  # fmt: skip
 
 
-def asked(name: str, seconds: float, ago_s: float | None = None) -> Asked:
-    return Asked(
+def asked(name: str, seconds: float, ago_s: float | None = None) -> RequestSummary:
+    return RequestSummary(
         id=name, tenant="", model="m", work="generate", prefill="", decode="d", prompt=1, cached=0, output=1,
         queued_s=0, first_token_s=None, seconds=seconds, ago_s=ago_s, retries=0,
         outcome="running" if ago_s is None else "done",

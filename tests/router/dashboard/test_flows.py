@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.dashboard.flows import BESIDE, BOX, SIDE, THICK, transfers
+from kvferry.router.dashboard.flows import ARROW_WIDTHS, BOX, SIDE, SIDE_MARGIN, transfers
 from kvferry.router.dashboard.state import Blocks, Node, Transfer
 
 
@@ -26,7 +26,7 @@ def test_prefill_stands_left_and_decode_right_and_arrows_are_as_thick_as_what_fl
     assert boxes["p1"].y < boxes["d1"].y < boxes["p2"].y
     assert (boxes["p2"].told, boxes["p2"].trouble, boxes["p1"].told) == ("stalled", True, "2 running")
     assert [(arrow.transfer.source, arrow.width) for arrow in picture.arrows] == [
-        ("p1", THICK[1]), ("p2", THICK[0] + (THICK[1] - THICK[0]) / 2),
+        ("p1", ARROW_WIDTHS[1]), ("p2", ARROW_WIDTHS[0] + (ARROW_WIDTHS[1] - ARROW_WIDTHS[0]) / 2),
     ]  # fmt: skip
     for arrow in picture.arrows:
         assert 152 < arrow.x < 402
@@ -48,7 +48,7 @@ def test_copies_go_back_and_moves_go_beside_their_column() -> None:
     picture = transfers(nodes, found)
     boxes = {box.name: box for box in picture.boxes}
     ship, copy, move = picture.arrows
-    assert picture.width == transfers(nodes, found[:2]).width + BESIDE
+    assert picture.width == transfers(nodes, found[:2]).width + SIDE_MARGIN
     assert boxes["p"].x + BOX[0] < copy.x < ship.x < boxes["d1"].x, "each label is where its arrow ends"
     assert boxes["d2"].x + BOX[0] < move.x < picture.width
     assert ship.y != copy.y, "what goes to and fro between two nodes is told apart"

@@ -163,7 +163,7 @@ async def test_copies_and_moves_are_what_nodes_tell_of_them() -> None:
 
 async def test_requests_that_are_turned_away_are_shown_by_reason() -> None:
     async with Watched(max_inflight=1, queue_timeout=0.2) as watched:
-        watched.board._history.keep()
+        watched.board._history.take_reading()
         running = asyncio.create_task(watched.complete(max_tokens=40))
         await until(lambda: watched.board.state().running)
         assert (await watched.complete()).status_code == 429
@@ -265,7 +265,7 @@ async def test_what_is_remembered_is_bounded() -> None:
         state = watched.board.state()
         assert (len(state.recent), len(state.events), len(state.running)) == (RECENT, EVENTS, RUNNING)
         assert state.running_total == RUNNING + 5
-        assert len(state.events[0].told) == request_log.LONGEST_TOLD
+        assert len(state.events[0].told) == request_log.MAX_DETAIL
         (transfer,) = state.transfers
         assert transfer.transfers == request_log.SHIPS
         assert 0 < state.transfers_s < 20, "no more seconds than are remembered"
@@ -310,15 +310,15 @@ async def test_points_are_what_was_counted_between_two_looks() -> None:
     async with Watched() as watched:
         now = 100.0
         history = History(watched.bench.metrics, lambda: now)
-        history.keep()
+        history.take_reading()
         await watched.complete()
         watched.bench.metrics.itl.labels("m").observe(0.02, 3)
         now = 105.0
-        history.keep()
+        history.take_reading()
         now = 107.5
         watched.bench.metrics.reuse.misses.labels("m", "evicted").inc(32)
         watched.bench.metrics.requests.labels("/v1/completions", "503").inc()
-        points, total = history.told()
+        points, total = history.growth()
     first, last = points
     assert (first.ago_s, first.seconds, first.requests, first.failed, first.output) == (2.5, 5.0, 1, 0, 4)
     assert sum(first.prompt.values()) == 64
@@ -336,8 +336,8 @@ async def test_the_history_keeps_no_more_than_it_shows() -> None:
     async with Watched() as watched:
         history = History(watched.bench.metrics)
         for _ in range(500):
-            history.keep()
-        points, _ = history.told()
+            history.take_reading()
+        points, _ = history.growth()
         assert len(points) == 121
         assert isinstance(history._readings[0], Reading)
 

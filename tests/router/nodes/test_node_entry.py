@@ -100,7 +100,7 @@ def test_the_room_is_the_sum_over_all_nodes(changes: list[tuple[int, str, int]])
                 entry.broken(NodeLost("x"))
             case "look":
                 assert room.views.get(entry.key) in (None, entry.view)
-    parts = [entry._part_now() for entry in entries]
+    parts = [entry._current_capacity() for entry in entries]
     assert room.total[:4] == tuple(map(sum, list(zip(*parts, strict=True))[:4]))
     assert room.total.freed_per_s == pytest.approx(sum(part.freed_per_s for part in parts))
     assert room.views == {entry.key: entry.view for entry in entries if entry._grouped and entry.reachable}

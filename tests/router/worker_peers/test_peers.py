@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.worker_peers.exposition import scraped, together
-from kvferry.router.worker_peers.peers import WorkerPeers, ask, place
+from kvferry.router.worker_peers.exposition import merge, scraped
+from kvferry.router.worker_peers.peers import WorkerPeers, ask, socket_path
 
 
 async def test_a_question_gets_its_answer_and_who_is_not_there_gives_none(tmp_path: Path) -> None:
@@ -37,13 +37,13 @@ async def test_one_that_hangs_or_breaks_off_has_not_answered(tmp_path: Path) -> 
             await asyncio.sleep(1)
         writer.close()
 
-    async with await asyncio.start_unix_server(cut, place(tmp_path, 0)):
+    async with await asyncio.start_unix_server(cut, socket_path(tmp_path, 0)):
         assert await ask(tmp_path, 0, "cut") is None
         assert await ask(tmp_path, 0, "hang", within_s=0.05) is None
 
 
 async def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
-    place(tmp_path, 0).touch()
+    socket_path(tmp_path, 0).touch()
     async with WorkerPeers(0, 2, str(tmp_path)).answering():
         assert await ask(tmp_path, 0, "alive") == b""
 
@@ -83,6 +83,6 @@ async def test_a_scrape_tells_of_each_process_and_of_who_is_missing(tmp_path: Pa
 @pytest.mark.parametrize("sample", ["a 1.0", 'a{b="c"} 1.0', 'a{b="c d{e} f"} 1.0', 'a{b="\u2028\x85"} 1.0'])
 def test_each_sample_gets_the_label(sample: str) -> None:
     (family,) = text_string_to_metric_families(f"# TYPE a gauge\n{sample}\n")
-    labelled = together({4: f"# TYPE a gauge\n{sample}\n"})
+    labelled = merge({4: f"# TYPE a gauge\n{sample}\n"})
     again = next(iter(text_string_to_metric_families(labelled)))
     assert again.samples[0].labels == {**family.samples[0].labels, "worker": "4"}

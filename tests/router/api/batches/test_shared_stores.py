@@ -234,7 +234,7 @@ async def test_a_router_without_a_batch_takes_the_next(routers: Routers) -> None
 async def test_a_batch_that_nobody_owns_is_found(routers: Routers) -> None:
     """As after a loss of all leases, or of an older release's data."""
     one, other = routers(), routers()
-    one.batches._leaving = True
+    one.batches._stopping = True
     begun = await begin(one, many(3))
     leases: Any = ownership(other)._leases
     leases._tasks.clear()
