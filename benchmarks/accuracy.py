@@ -88,9 +88,9 @@ def agreement(ours: Answers, theirs: Answers) -> tuple[float, float]:
 
 
 def prompts_of(tokens: Sequence[int]) -> list[list[int]]:
-    """Cut prompts of equal length from all over the text."""
-    apart = (len(tokens) - PROMPT_LEN) // (PROMPTS - 1)
-    return [list(tokens[i * apart : i * apart + PROMPT_LEN]) for i in range(PROMPTS)]
+    """Cut prompts of equal length at equal distances from the text."""
+    stride = (len(tokens) - PROMPT_LEN) // (PROMPTS - 1)
+    return [list(tokens[i * stride : i * stride + PROMPT_LEN]) for i in range(PROMPTS)]
 
 
 def ask_engine(engine: Engine, tokens: Sequence[int]) -> Answers:
@@ -115,7 +115,7 @@ def ask_engine(engine: Engine, tokens: Sequence[int]) -> Answers:
 
 @torch.inference_mode()
 def ask_transformers(path: Path, tokens: Sequence[int]) -> Answers:
-    """Compute the same with transformers: the file's weights, dequantised, in float32."""
+    """Compute the answers of transformers with the file's weights, dequantised, in float32."""
     model = transformers_module().AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
     )
@@ -148,12 +148,12 @@ def main() -> None:
     rows = []
     for subject in SUBJECTS:
         unknown = [name for name in subject.settings if not hasattr(WorkerSettings, name)]
-        wanted = any(fnmatch(subject.name, pattern) for pattern in options.subjects.split(","))
-        if not wanted or unknown or subject.model not in models:
+        selected = any(fnmatch(subject.name, pattern) for pattern in options.subjects.split(","))
+        if not selected or unknown or subject.model not in models:
             reason = (
-                f"no setting {unknown[0]}" if unknown else f"no {subject.model} model" if wanted else "not asked for"
+                f"no setting {unknown[0]}" if unknown else f"no {subject.model} model" if selected else "not selected"
             )
-            print(f"{subject.name} is left out: {reason}", file=sys.stderr)
+            print(f"{subject.name} is skipped: {reason}", file=sys.stderr)
             continue
         path = models[subject.model]
         if subject.model not in references:

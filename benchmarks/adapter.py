@@ -1,9 +1,9 @@
-"""Measures what adapter and router cost in front of an engine that answers at once (`make bench-adapter`).
+"""Measures the cost of adapter and router in front of an engine that answers at once (`make bench-adapter`).
 
     python -m benchmarks.adapter [--rounds 3]
 
 Engine, adapter and router are processes of their own; CPU is user and system time of each process alone. Figures are
-medians over the rounds, in which all rows take turns; `direct` is the engine asked without adapter and router."""
+medians over the rounds, in which all rows take turns; `direct` is the engine without adapter and router."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of a row: CPU seconds of both processes, tokens, and seconds by which first tokens came later."""
+    """One turn of a row: CPU seconds of both processes, tokens, and seconds added to the times to first token."""
 
     adapter_s: float
     router_s: float

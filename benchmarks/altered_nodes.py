@@ -1,12 +1,12 @@
-"""Serves with one mechanism of the engine replaced, to measure on real processes what it brings.
+"""Serves with one mechanism of the engine replaced, to measure its benefit with real processes.
 
     python -m benchmarks.altered_nodes slru serve --prefill 0 --decode 1 --kv-cache-gib 0.1
     python -m benchmarks.sessions agents
 
 own    nothing is replaced
-lru    idle blocks leave a full pool in the order of their last use
-slru   the same, those found again after the others: the engine's former order
-apart  prompts that begin alike do not wait for the one that computes their beginning"""
+lru    a full pool evicts idle blocks in the order of their last use
+slru   segmented LRU, which evicts reused blocks last: the engine's former policy
+apart  prompts with a common prefix do not wait for the request that computes it"""
 
 from __future__ import annotations
 

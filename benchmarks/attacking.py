@@ -19,7 +19,7 @@ media_model = ""
 
 
 async def exchange(port: int, data: bytes, *, wait_s: float = 30.0) -> bytes:
-    """Send, and read until the server is done with it. Returns what it began with."""
+    """Send data, and read until the server ends the answer. Returns the answer's beginning."""
     first, end = b"", "closed"
     try:
         async with asyncio.timeout(wait_s):

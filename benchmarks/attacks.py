@@ -3,8 +3,8 @@
     python -m benchmarks.attacks NAME PORT [KEY [MEDIA_MODEL]]
     python -m benchmarks.attacks burn SHARE
 
-`burn` is no attack: it uses a share of a core, which is what an attack costs its own machine. At the end each prints a
-line of JSON with the answers by status."""
+`burn` is no attack: it uses a share of a core, as the attackers themselves do on the same machine. At the end each
+prints a line of JSON with the answers by status."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def bodies(port: int) -> None:
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ntransfer-encoding: chunked\r\n\r\n"
     )
     chunked %= attacking.key.encode()
-    told = [
+    requests = [
         completion(WORDS * 600_000, 2),
         completion([7] * 900_000, 2),
         asking("/v1/chat/completions", b'{"messages": [%b{}]}' % (b'{"role":"user","content":"a"},' * 250_000)),
@@ -45,16 +45,16 @@ async def bodies(port: int) -> None:
         chunked + b"1\r\n \r\n" * 3_000_000,
         chunked + b"1\r\n \r\n0\r\n" + b"a: b\r\n" * 2_000_000,
     ]
-    await forever(port, 2, lambda turn: told[turn % len(told)])
+    await forever(port, 2, lambda turn: requests[turn % len(requests)])
 
 
 async def texts(port: int) -> None:
-    """Send a megabyte of text to be tokenised, again and again."""
+    """Send a megabyte of text to be tokenised, repeatedly."""
     await forever(port, 4, lambda turn: asking("/tokenize", {"prompt": f"{turn} {WORDS * 40_000}"}))
 
 
 async def grammars(port: int) -> None:
-    """Send regular expressions and schemas that grow when compiled, none twice."""
+    """Send regular expressions and schemas that grow when compiled, each only once."""
 
     def ask(turn: int) -> bytes:
         regex = f"{turn}((a{{1,{900 + turn % 90}}}){{1,1000}}){{1,1000}}"
@@ -74,7 +74,7 @@ async def nested(port: int) -> None:
         return value
 
     hi = [{"role": "user", "content": "hi"}]
-    told = [
+    requests = [
         asking("/v1/chat/completions", {"messages": hi, "max_tokens": 2, "documents": [deep(80)] * 200}),
         asking("/v1/chat/completions", {"messages": hi, "max_tokens": 2, "chat_template_kwargs": {"a": deep(90)}}),
         asking("/v1/chat/completions", {"messages": hi, "max_tokens": 2, "response_format": {
@@ -82,7 +82,7 @@ async def nested(port: int) -> None:
         asking("/v1/completions", b"[" * 1_000_000),
         asking("/v1/completions", b'{"prompt":' + b'{"a":' * 300_000),
     ]  # fmt: skip
-    await forever(port, 4, lambda turn: told[turn % len(told)])
+    await forever(port, 4, lambda turn: requests[turn % len(requests)])
 
 
 async def biases(port: int) -> None:
@@ -105,7 +105,7 @@ async def choices(port: int) -> None:
 
 
 async def prompts(port: int) -> None:
-    """Send prompts as long as the context allows, none twice."""
+    """Send prompts as long as the context allows, each only once."""
     source = random.Random(2)
     await forever(port, 2, lambda turn: completion(random_prompt(source, 8000), 8))
 
@@ -144,12 +144,12 @@ async def bytes_of_utf8(port: int) -> None:
     """Send bodies that are not UTF-8, and ask for tokens that only continue a character."""
     found = await exchange(port, asking("/tokenize", {"prompt": "\U0010ffff", "add_special_tokens": False}))
     last = json.loads(found.partition(b"\r\n\r\n")[2])["tokens"][-1]
-    told = [
+    requests = [
         completion("a", 1500, allowed_token_ids=[last], ignore_eos=True),
         completion("a", 1500, allowed_token_ids=[last], ignore_eos=True, logprobs=5),
         asking("/v1/completions", b'{"prompt":"' + b"\xff\xfe\xed\xa0\x80" * 200_000 + b'"}'),
     ]
-    await forever(port, 4, lambda turn: told[turn % len(told)])
+    await forever(port, 4, lambda turn: requests[turn % len(requests)])
 
 
 async def vectors(port: int) -> None:
@@ -158,7 +158,7 @@ async def vectors(port: int) -> None:
 
 
 async def plain(port: int) -> None:
-    """Send short chats from four clients: not an attack, but the cost of another tenant's fair half."""
+    """Send short chats from four clients: the load of another tenant's fair half, not an attack."""
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     await forever(port, 4, lambda turn: asking("/v1/chat/completions", body | {"seed": turn}))
 

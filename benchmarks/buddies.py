@@ -1,4 +1,4 @@
-"""Measures what replicas of running streams cost, and what they save when a decode node is killed.
+"""Measures the cost of replicas of running streams, and their benefit when a decode node is killed.
 
     python -m benchmarks.buddies [--streams 8 --output 256 --long 512 --rounds 3]
 
@@ -29,10 +29,10 @@ from benchmarks.lone_router import kvferry
 from benchmarks.subjects import Launch
 from benchmarks.table import markdown
 
-WAYS = {"with buddies": (), "without": ("--no-buddies",)}
+VARIANTS = {"with buddies": (), "without": ("--no-buddies",)}
 PROMPT = 128
-BACK_S = 60.0
-"""Maximum time until a killed node is back, in seconds."""
+RESTART_S = 60.0
+"""Maximum time until a killed node is ready again, in seconds."""
 
 
 async def rate(server: servers.Server, streams: int, output: int, source: random.Random) -> float:
@@ -53,7 +53,7 @@ async def killed(server: servers.Server, output: int, source: random.Random) -> 
     max(used, key=lambda node: servers.cpu_seconds([node]) - used[node]).kill()
     done = await stream
     again = recomputed(server) - before
-    async with asyncio.timeout(BACK_S):
+    async with asyncio.timeout(RESTART_S):
         while metric(server.target.url, "kvferry_nodes", "decode", "ready") < len(used):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     return max(b - a for a, b in zip(done.arrivals, done.arrivals[1:], strict=False)), again
@@ -73,16 +73,16 @@ def metric(url: str, name: str, *labels: str) -> float:
     return sum(sample.value for sample in samples if set(labels) <= set(sample.labels.values()))
 
 
-async def measure(clusters: dict[str, servers.Server], asked: argparse.Namespace) -> list[tuple[str, ...]]:
+async def measure(clusters: dict[str, servers.Server], options: argparse.Namespace) -> list[tuple[str, ...]]:
     """Return the rows of the table."""
     rates: dict[str, list[float]] = {way: [] for way in clusters}
     losses: dict[str, list[tuple[float, float]]] = {way: [] for way in clusters}
-    for number in range(asked.rounds + 1):
+    for number in range(options.rounds + 1):
         for way in sorted(clusters, reverse=number % 2 == 1):
-            rates[way].append(await rate(clusters[way], asked.streams, asked.output, random.Random(number)))
-    for number in range(asked.rounds):
+            rates[way].append(await rate(clusters[way], options.streams, options.output, random.Random(number)))
+    for number in range(options.rounds):
         for way in sorted(clusters, reverse=number % 2 == 1):
-            losses[way].append(await killed(clusters[way], asked.long, random.Random(f"long {number}")))
+            losses[way].append(await killed(clusters[way], options.long, random.Random(f"long {number}")))
     return [
         (
             way,
@@ -101,16 +101,16 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=256, help="tokens of each")
     parser.add_argument("--long", type=int, default=1024, help="tokens of the stream whose node is killed")
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder, ExitStack() as stack:
         clusters = {}
-        for way, flags in WAYS.items():
+        for way, flags in VARIANTS.items():
             port = servers.free_port()
             command = (*kvferry(), "serve", "--port", str(port), "--decode", "2", "--kv-cache-gib", "0.3", *flags)
             launch = Launch(command, "/ready?nodes=1")
             clusters[way] = stack.enter_context(servers.running(launch, port, Path(folder) / f"{way}.log"))
-        rows = asyncio.run(measure(clusters, asked))
-    head = ("", f"{asked.streams} streams, tokens/s", "pause after a kill", "tokens computed again")
+        rows = asyncio.run(measure(clusters, options))
+    head = ("", f"{options.streams} streams, tokens/s", "pause after a kill", "tokens computed again")
     print(markdown(head, rows))
 
 

@@ -1,8 +1,8 @@
-"""Makes a larger target model for the speculation benchmark, from the demo model with more layers that do nothing.
+"""Makes a larger target model for the speculation benchmark: the demo model with added layers that have no effect.
 
-The target is the demo model in bfloat16 with more layers after its own, which add nothing to their inputs. It produces
-the demo model's text and takes as long as a model of that depth. Drafts of the demo model's file are right as often as
-its quantised weights agree with the bfloat16 weights, which is more often than in most real pairs."""
+The target is the demo model in bfloat16, followed by layers that add zero to their inputs. It produces the demo model's
+text and takes as long as a model of that depth. Drafts by the demo model's file are accepted as often as its quantised
+weights agree with the bfloat16 weights, which is more often than in most real pairs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def by_transformers(module: Any, texts: Sequence[Sequence[int]], task: PoolingCo
 
 
 def compare(model: str, count: int, rounds: int) -> None:
-    """Print medians of both in embeddings per second, and the distance between their vectors."""
+    """Print medians of both in embeddings per second, and the smallest cosine of their vectors."""
     source = resolve(model)
     task, engine = read_task(source), assemble(WorkerSettings(model=model)).engine
     module, texts = plain(source), prompts(count, engine.runner.model.info.vocab_size)
@@ -116,15 +116,15 @@ def main() -> None:
     parser.add_argument("--model", action="append", default=[])
     parser.add_argument("--inputs", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        models = given.model
+        models = options.model
         if not models:
             encoder, transformers = Path(folder) / "minilm-shaped", transformers_module()
             transformers.BertModel(transformers.BertConfig(**MINILM)).save_pretrained(encoder)
             models = ["smollm2", str(encoder)]
         for model in models:
-            compare(model, given.inputs, given.rounds)
+            compare(model, options.inputs, options.rounds)
 
 
 if __name__ == "__main__":

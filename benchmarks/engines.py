@@ -2,9 +2,9 @@
 
     python -m benchmarks.engines --vllm-python PYTHON [--vllm-router COMMAND --rounds 3 --only alone,shared]
 
-`make bench-engines` runs it. Everything is alive at once, and takes turns in every round: kvferry in front of one
-server against that server asked directly, then kvferry, and each policy of the peer, in front of both. In a round all
-get prompts of the same lengths, but other words, so that nobody reuses what another one has cached."""
+`make bench-engines` runs it. All subjects run at once and take turns in every round: kvferry in front of one server
+against that server alone, then kvferry, and each policy of the peer, in front of both. In a round all get prompts of
+the same lengths, but with other words, so that none reuses blocks that another one has cached."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from kvferry.model_files.source import DEMO_MODEL, resolve
 
 HOST, MODEL = "127.0.0.1", "demo"
 BLOCKS, BLOCK_SIZE = 96, 32
-"""The cache of each server, in blocks and in tokens of a block: it holds somewhat over half of the shared prefixes."""
-GROUPS, OF_EACH, SHARED_WORDS, OWN_WORDS, OUT, AT_ONCE = 12, 5, 200, 20, 12, 4
+"""The cache of each server, in blocks and in tokens of a block: it holds just over half of the shared prefixes."""
+GROUPS, REQUESTS_PER_GROUP, SHARED_WORDS, OWN_WORDS, OUT, AT_ONCE = 12, 5, 200, 20, 12, 4
 """The shared workload: groups of requests with one prefix, their words, tokens of output, and requests at a time."""
 POLICIES = ("cache_aware", "round_robin")
 FIGURES = {
@@ -61,7 +61,7 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """engines: URLs of the servers; alone, shared: what takes turns, by name."""
+    """engines: URLs of the servers; alone, shared: targets of each workload, by name."""
 
     engines: Sequence[str]
     alone: dict[str, Target]
@@ -140,13 +140,13 @@ async def alone(target: Target, engines: Sequence[str], source: random.Random) -
 async def shared(target: Target, engines: Sequence[str], source: random.Random) -> Figures:
     """Both servers: groups of requests behind one prefix each, in random order."""
     prefixes = [words(source, SHARED_WORDS) for _ in range(GROUPS)]
-    prompts = [f"{prefix} {words(source, OWN_WORDS)}" for prefix in prefixes for _ in range(OF_EACH)]
+    prompts = [f"{prefix} {words(source, OWN_WORDS)}" for prefix in prefixes for _ in range(REQUESTS_PER_GROUP)]
     source.shuffle(prompts)
     before, began = cached(engines), time.perf_counter()
     done = await answered(target, prompts, OUT, AT_ONCE)
-    took = time.perf_counter() - began
-    asked, hit = (after - earlier for after, earlier in zip(cached(engines), before, strict=True))
-    return {"requests_per_s": len(done) / took, "hit_rate": 100 * hit / asked, **first(done)}
+    taken_s = time.perf_counter() - began
+    queried, hit = (after - earlier for after, earlier in zip(cached(engines), before, strict=True))
+    return {"requests_per_s": len(done) / taken_s, "hit_rate": 100 * hit / queried, **first(done)}
 
 
 def cached(engines: Sequence[str]) -> tuple[float, float]:
@@ -164,7 +164,7 @@ WORKLOADS = {"alone": alone, "shared": shared}
 
 
 def table(workload: str, names: Sequence[str], samples: dict[tuple[str, str], list[Figures]]) -> str:
-    """Return a Markdown table of medians; behind each one, its ratio to the first column."""
+    """Return a Markdown table of medians; after each one, its ratio to the first column."""
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for key, figure in FIGURES[workload].items():
         medians = [statistics.median(turn[key] for turn in samples[workload, name]) for name in names]
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", type=Path, required=True, help="an interpreter that has vLLM")
     parser.add_argument(
-        "--vllm-router", type=Path, default=shutil.which("vllm-router"), help="left out where it is not"
+        "--vllm-router", type=Path, default=shutil.which("vllm-router"), help="skipped if it is not installed"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="names of workloads")

@@ -1,9 +1,9 @@
 """Replays eviction policies over traces: which idle blocks should be evicted first from a full pool?
 
 One pool, the engine's own, takes each prompt on arrival and holds it for 0.3 s, so all orders see the same requests at
-the same times. Beside it, one processor computes what was not found, in order of arrival: time to first token is its
-queue and its work. `oracle` knows all future requests and evicts the block that is needed last (Belady). `way` is the
-part of the difference in tokens found between SLRU and the oracle that an order gains.
+the same times. One processor computes the missing tokens in order of arrival: time to first token is the
+time in its queue and of its computation. `oracle` knows all future requests and evicts the block that is needed last
+(Belady). `way` is the share of the difference in tokens found between SLRU and the oracle that an order gains.
 
     python -m benchmarks.eviction [workload or trace file in Mooncake's format ...]
 """
@@ -39,7 +39,7 @@ Event = tuple[float, int, bool]
 
 
 def events(trace: Sequence[Scenario]) -> list[Event]:
-    """Return arrivals and departures in order; clients that wait ask on their own clock."""
+    """Return arrivals and departures in order; a client sends its next request some time after its answer."""
     followers: dict[int, list[Scenario]] = {}
     coming: list[Event] = []
     for ask in trace:
@@ -99,7 +99,7 @@ class Oracle(KnownBlocks):
             if block_id not in self._idle or self._hash(block_id) != block_hash or not self._leaf(block_id):
                 continue
             if -when != self._next(block_hash):
-                self.bare(block_id)  # that use has passed without it
+                self.bare(block_id)  # that use is in the past
                 continue
             del self._idle[block_id]
             return block_id
@@ -112,7 +112,7 @@ class Oracle(KnownBlocks):
 
 
 class Replay:
-    """A trace through one pool.
+    """Replay of a trace through one pool.
 
     found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: processor seconds spent in the pool's code;
     ttft_s: of each request."""

@@ -3,8 +3,8 @@
     python -m benchmarks.fairness [--requests 40 --rounds 2 --flood 64 --serve "--prefill 0"]
 
 A tenant sends requests at a steady rate below its half of the machine: alone, while another tenant keeps `--flood`
-requests in flight, and while a flood uses the tenant's own key and cannot be told from its requests. The phases take
-turns in every round, on one cluster with the demo model; figures are of all rounds together."""
+requests in flight, and while a flood uses the tenant's own key and cannot be distinguished from its requests. The
+phases take turns in every round, on one cluster with the demo model; figures are of all rounds together."""
 
 from __future__ import annotations
 

@@ -79,14 +79,14 @@ class PromptClient:
     """Requests for prompts by seed, each with a request id of its own."""
 
     def __init__(self, client: httpx.Client, vocab: int):
-        self._client, self._vocab, self._asked = client, vocab, 0
+        self._client, self._vocab, self._requests = client, vocab, 0
 
     def first(self, node: Node, tokens: int, seed: int, holder: Holder | None = None) -> tuple[float, TokenDelta]:
         """Return the seconds until the first token, and the node's message with it."""
-        self._asked += 1
+        self._requests += 1
         prompt = tuple(random.Random(seed).choices(range(self._vocab), k=tokens))
         work = Generate(SamplingParams(max_tokens=1, temperature=0.0))
-        job = Job(f"r{self._asked}", 0, prompt, tokens, work, "bench", holder=holder)
+        job = Job(f"r{self._requests}", 0, prompt, tokens, work, "bench", holder=holder)
         began, reader = time.perf_counter(), FrameReader()
         url = f"{node.lease.http_url}/attempts/prefill"
         with self._client.stream("POST", url, content=pack(PrefillRequest(job))) as response:
@@ -99,21 +99,21 @@ class PromptClient:
         raise RuntimeError("the node ended its response early")
 
 
-def compare(asked: PromptClient, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
+def compare(prompt_client: PromptClient, asks: Node, holds: Node, tokens: int, rounds: int) -> tuple[float, float, int]:
     """Return median seconds of computing and of fetching, and the fetched tokens; the first round does not count."""
     holder = Holder(holds.lease.target, (tokens - 1) // holds.lease.block_size)
-    computed, fetched, brought = [], [], 0
+    computed, fetched, read_tokens = [], [], 0
     for number in range(rounds + 1):
         seed = tokens * 1000 + 2 * number
-        computed.append(asked.first(asks, tokens, seed)[0])
-        _, there = asked.first(holds, tokens, seed + 1)
-        took_s, here = asked.first(asks, tokens, seed + 1, holder)
+        computed.append(prompt_client.first(asks, tokens, seed)[0])
+        _, there = prompt_client.first(holds, tokens, seed + 1)
+        took_s, here = prompt_client.first(asks, tokens, seed + 1, holder)
         if here.token_ids != there.token_ids:
             raise RuntimeError("the fetched KV gives a different token from the computed KV")
         assert here.reuse is not None
         fetched.append(took_s)
-        brought = here.reuse.fetched
-    return statistics.median(computed[1:]), statistics.median(fetched[1:]), brought
+        read_tokens = here.reuse.fetched
+    return statistics.median(computed[1:]), statistics.median(fetched[1:]), read_tokens
 
 
 def main() -> None:
@@ -122,16 +122,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of each node")
-    given = parser.parse_args()
-    threads = ("--threads", str(given.threads))
-    with tempfile.TemporaryDirectory() as folder, nodes(given.model, Path(folder), *threads) as (asks, holds):
+    arguments = parser.parse_args()
+    threads = ("--threads", str(arguments.threads))
+    with tempfile.TemporaryDirectory() as folder, nodes(arguments.model, Path(folder), *threads) as (asks, holds):
         print("| prompt | computed | fetched | fetched share | speed-up |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
-            asked = PromptClient(client, 1000)
-            for tokens in given.tokens:
-                computed_s, fetched_s, brought = compare(asked, asks, holds, tokens, given.rounds)
-                figures = f"{1e3 * computed_s:.0f} ms | {1e3 * fetched_s:.0f} ms | {brought / tokens:.0%}"
+            prompt_client = PromptClient(client, 1000)
+            for tokens in arguments.tokens:
+                computed_s, fetched_s, read_tokens = compare(prompt_client, asks, holds, tokens, arguments.rounds)
+                figures = f"{1e3 * computed_s:.0f} ms | {1e3 * fetched_s:.0f} ms | {read_tokens / tokens:.0%}"
                 print(f"| {tokens} | {figures} | {computed_s / fetched_s:.1f} |", flush=True)
 
 

@@ -103,12 +103,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=[phase.name for phase in PHASES], help="these phases alone")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all phases together")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="writes rows and output there as they come")
-    asked = parser.parse_args(arguments)
-    chosen = [phase for phase in PHASES if not asked.only or phase.name in asked.only]
+    args = parser.parse_args(arguments)
+    chosen = [phase for phase in PHASES if not args.only or phase.name in args.only]
     shares = sum(phase.share for phase in chosen)
-    options = ["--tiny"] if asked.tiny else []
-    with _folder(asked.keep) as folder:
-        found = [run(each, asked.seconds * each.share / shares, options, folder) for each in chosen]
+    options = ["--tiny"] if args.tiny else []
+    with _folder(args.keep) as folder:
+        found = [run(each, args.seconds * each.share / shares, options, folder) for each in chosen]
     print("\n" + table(row for rows in found for row in rows), flush=True)
     if any(row.failed for rows in found for row in rows):
         sys.exit(1)

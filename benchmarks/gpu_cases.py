@@ -62,15 +62,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="the test cases of the Triton kernels on this machine's GPU")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
-    asked = parser.parse_args(arguments)
-    if asked.tiny:
+    args = parser.parse_args(arguments)
+    if args.tiny:
         os.environ["TRITON_INTERPRET"] = "1"
-    rows = Rows("cases", asked.rows)
+    rows = Rows("cases", args.rows)
     reported = Reported(rows)
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
-    if importlib.util.find_spec("xdist") is not None and not asked.tiny:
+    if importlib.util.find_spec("xdist") is not None and not args.tiny:
         options += ["-n", str(min(MAX_PROCESSES, os.cpu_count() or 1))]
-    files = TINY if asked.tiny else FILES
+    files = TINY if args.tiny else FILES
     status = pytest.main([*options, *(str(CASES / name) for name in files)], plugins=[reported])
     for name, count in reported.passed.items():
         rows.put(name, f"{count} passed")

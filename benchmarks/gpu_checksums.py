@@ -130,9 +130,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
-    asked = parser.parse_args(arguments)
-    runs, rows = asked.runs, Rows("checksums", asked.rows)
-    if asked.tiny:
+    options = parser.parse_args(arguments)
+    runs, rows = options.runs, Rows("checksums", options.rows)
+    if options.tiny:
         print("checksums on a GPU have no small form")
         return
     if not torch.cuda.is_available():

@@ -78,16 +78,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="a cluster of two processes, of random weights")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
-    asked = parser.parse_args(arguments)
-    sizes = SMALL if asked.tiny else FULL
+    args = parser.parse_args(arguments)
+    sizes = SMALL if args.tiny else FULL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_model(folder / "model", sizes.config)
         for number, (layout, processes) in enumerate(LAYOUTS.items()):
             port, file = free_port(), f"cluster.server.{number}.log"
-            log = asked.rows.with_name(file) if asked.rows else folder / file
+            log = args.rows.with_name(file) if args.rows else folder / file
             with running(launch(model, (*processes, *sizes.options), port), port, log) as server:
-                measure(server, sizes, Rows("cluster", asked.rows), layout)
+                measure(server, sizes, Rows("cluster", args.rows), layout)
 
 
 if __name__ == "__main__":

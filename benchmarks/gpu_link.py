@@ -87,9 +87,9 @@ def answer(device: str, count: int, size: int) -> None:
     """Run the sending process: for each variant exchange options and addresses as JSON lines, then run the rounds."""
     kept = blocks_of(device, count, size, filled=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        args = json.loads(line)
         try:
-            end = End(asked["change"], kept.is_cuda)
+            end = End(args["change"], kept.is_cuda)
             print(json.dumps({"address": end.address.hex()}), flush=True)
             end.connect(bytes.fromhex(json.loads(sys.stdin.readline())["address"]))
             for _ in range(ROUNDS):
@@ -104,13 +104,13 @@ def measure(change: dict[str, Any], target: torch.Tensor, sender: subprocess.Pop
     assert sender.stdout is not None
     sender.stdin.write(json.dumps({"change": change}) + "\n")
     sender.stdin.flush()
-    told = json.loads(sender.stdout.readline())
-    if "error" in told:
-        raise RuntimeError(told["error"])
+    message = json.loads(sender.stdout.readline())
+    if "error" in message:
+        raise RuntimeError(message["error"])
     end = End(change, target.is_cuda)
     sender.stdin.write(json.dumps({"address": end.address.hex()}) + "\n")
     sender.stdin.flush()
-    end.connect(bytes.fromhex(told["address"]))
+    end.connect(bytes.fromhex(message["address"]))
     taken = []
     for _ in range(ROUNDS):
         target.zero_()
@@ -128,17 +128,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--answer", metavar="DEVICE", help="be the process that sends")
-    asked = parser.parse_args(arguments)
-    count, size = (4, 4096) if asked.tiny else (BLOCKS, BLOCK_BYTES)
-    if asked.answer:
-        answer(asked.answer, count, size)
+    args = parser.parse_args(arguments)
+    count, size = (4, 4096) if args.tiny else (BLOCKS, BLOCK_BYTES)
+    if args.answer:
+        answer(args.answer, count, size)
         return
-    if not asked.tiny and not torch.cuda.is_available():
+    if not args.tiny and not torch.cuda.is_available():
         sys.exit("gpu_link needs a CUDA device, but PyTorch finds none; nothing was measured.")
-    rows, device = Rows("link", asked.rows), "cpu" if asked.tiny else "cuda"
+    rows, device = Rows("link", args.rows), "cpu" if args.tiny else "cuda"
     target = blocks_of(device, count, size, filled=False)
-    names = [LINK] if asked.tiny else list(VARIANTS)
-    command = [sys.executable, "-m", "benchmarks.gpu_link", "--answer", device, *(["--tiny"] if asked.tiny else [])]
+    names = [LINK] if args.tiny else list(VARIANTS)
+    command = [sys.executable, "-m", "benchmarks.gpu_link", "--answer", device, *(["--tiny"] if args.tiny else [])]
     sender: subprocess.Popen[str] | None = None
     for name in names:
         sender = sender or started(command)

@@ -168,14 +168,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="whole steps of a model of random weights")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
-    asked = parser.parse_args(arguments)
-    if not asked.tiny and not torch.cuda.is_available():
+    options = parser.parse_args(arguments)
+    if not options.tiny and not torch.cuda.is_available():
         sys.exit("gpu_steps needs a CUDA device, but PyTorch finds none; nothing was measured.")
-    device = torch.device("cpu" if asked.tiny else "cuda")
+    device = torch.device("cpu" if options.tiny else "cuda")
     with tempfile.TemporaryDirectory() as folder:
         for number, (quantization, full, small, name) in enumerate(MODELS):
-            bench = Bench(small if asked.tiny else full, device, Path(folder) / str(number), quantization)
-            measure(bench, Rows("steps", asked.rows), name)
+            bench = Bench(small if options.tiny else full, device, Path(folder) / str(number), quantization)
+            measure(bench, Rows("steps", options.rows), name)
             del bench
 
 

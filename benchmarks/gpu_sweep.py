@@ -182,19 +182,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--compile", type=int, metavar="SHARE", help="compile this share of the tries, measure nothing")
-    asked = parser.parse_args(arguments)
-    if asked.tiny:
+    options = parser.parse_args(arguments)
+    if options.tiny:
         print("a sweep has no small form")
         return
     if not torch.cuda.is_available():
         sys.exit("gpu_sweep needs a CUDA device, but PyTorch finds none; nothing was measured.")
     global _share
-    _share = asked.compile
+    _share = options.compile
     if _share is None:
         command = (sys.executable, "-m", "benchmarks.gpu_sweep", "--compile")
         for each in [subprocess.Popen([*command, str(share)]) for share in range(COMPILERS)]:
             each.wait()
-    device, rows = torch.device("cuda"), Rows("sweep", asked.rows)
+    device, rows = torch.device("cuda"), Rows("sweep", options.rows)
     with torch.inference_mode():
         sweep_products(device, rows)
         sweep_attention(device, rows)

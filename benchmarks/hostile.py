@@ -2,11 +2,11 @@
 
     python -m benchmarks.hostile [--only bodies,grammars --rounds 2 --samples 40 --control --serve "--prefill 0"]
 
-A neighbour begins short streams at a fixed rate, while a prober only asks for the router's liveness. Every hostile
-phase follows a phase without attack, on one cluster with the demo model, and is compared with all of those. Neighbour
-and attackers have keys of their own. The attackers are a process at a lower priority, on the same cores: with --control
-a third phase has a process that uses as much of a core as they did and sends nothing. The rest of a ratio is the
-attack's."""
+A neighbour begins short streams at a fixed rate, while a prober measures the router's liveness answers. Every hostile
+phase follows a phase without attack, on one cluster with the demo model, and is compared with all phases without
+attack. Neighbour and attackers have keys of their own. The attackers are a process at a lower priority, on the same
+cores: with --control a third phase has a process that uses as much of a core as they did and sends nothing. The ratio
+of these two phases is the effect of the attack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROMPT, OUTPUT = 48, 8
 """Tokens of a neighbour's prompt and output."""
 ALONE, BURN = "alone", "burn"
 AGAINST = {"no readers": "readers"}
-"""Phase that a phase is compared with, where that is not the one without attack."""
+"""Phases that are compared with another phase than the one without attack."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Load:
     rate: float
 
     async def phase(self, found: Phase, command: Sequence[str], samples: int, source: random.Random) -> None:
-        """Run streams, beside a process of hostile clients if there is a command for one."""
+        """Run streams, and a process of hostile clients if `command` is not empty."""
         async with self._attacked(found, command) as attackers:
             await asyncio.sleep(SETTLE_S)
             before, began = self._used(attackers), time.perf_counter()
@@ -132,8 +132,8 @@ class Load:
             yield [psutil.Process(process.pid)]
             assert process.returncode is None, f"{command[0]} has ended"
             process.terminate()
-            told, _ = await asyncio.wait_for(process.communicate(), 5)
-            found.answers.update(json.loads(told) if told else {})
+            output, _ = await asyncio.wait_for(process.communicate(), 5)
+            found.answers.update(json.loads(output) if output else {})
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -146,8 +146,8 @@ async def measure(options: argparse.Namespace, phases: dict[str, Phase]) -> None
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         file = Path(folder) / "keys.toml"
         file.write_text("".join(entry(name, key) for name, key in keys.items()))
-        port, guard = servers.free_port(), () if options.open else ("--api-keys", str(file))
-        command = (*kvferry(), "serve", "--port", str(port), *guard, *shlex.split(options.serve))
+        port, key_options = servers.free_port(), () if options.open else ("--api-keys", str(file))
+        command = (*kvferry(), "serve", "--port", str(port), *key_options, *shlex.split(options.serve))
         launch = Launch(command, "/ready?nodes=1", key=keys["neighbour"])
         with servers.running(launch, port, Path(folder) / "serve.log") as server:
             load = Load(server, keys, options.rate)
@@ -205,7 +205,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=40, help="streams of the neighbour in each phase of a round")
     parser.add_argument("--rate", type=float, default=6.0, help="streams that it begins in a second")
     parser.add_argument("--only", default=",".join(ATTACKS), help="kinds of attacks")
-    parser.add_argument("--control", action="store_true", help="also what the attackers' own use of the CPU does")
+    parser.add_argument("--control", action="store_true", help="also measure the effect of the attackers' own CPU use")
     parser.add_argument("--open", action="store_true", help="no keys: neighbour and attackers look alike")
     parser.add_argument("--serve", default="", help="further flags of kvferry serve")
     parser.add_argument(

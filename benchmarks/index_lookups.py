@@ -57,12 +57,12 @@ async def fill(store: RedisStore, rows: int, limit_s: float) -> tuple[int, list[
 
 
 async def lookups(store: RedisStore, samples: list[list[bytes]]) -> list[float]:
-    """Return the sorted seconds of lookups of random samples, every fourth of them for a prompt that nobody holds."""
+    """Return the sorted seconds of lookups of random samples, every fourth of them for a prompt that no node holds."""
     seconds = []
     for number in range(LOOKUPS):
-        asked = chain() if number % 4 == 3 else random.choice(samples)
+        hashes = chain() if number % 4 == 3 else random.choice(samples)
         began = time.perf_counter()
-        held = await store.longest_prefix(asked, EPOCHS)
+        held = await store.longest_prefix(hashes, EPOCHS)
         seconds.append(time.perf_counter() - began)
         assert (number % 4 == 3) == (not held)
     return sorted(seconds)
@@ -90,7 +90,7 @@ async def measured(rows: int, limit_s: float) -> None:
 
 @click.command(help=__doc__)
 @click.option("--rows", default=1_000_000, show_default=True)
-@click.option("--limit-s", default=200.0, show_default=True, help="seconds after which the index is full enough")
+@click.option("--limit-s", default=200.0, show_default=True, help="maximum seconds for filling the index")
 def main(rows: int, limit_s: float) -> None:
     asyncio.run(measured(rows, limit_s))
 

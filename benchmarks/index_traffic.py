@@ -1,4 +1,4 @@
-"""Measures the CPU time that a node's changes of the block index cost Valkey (`python -m benchmarks.index_traffic`).
+"""Measures Valkey's CPU time for a node's changes of the block index (`python -m benchmarks.index_traffic`).
 
 A writer of the index receives stored and evicted blocks at the rate of a node that computes 160,000 tokens per second,
 and writes to a Valkey of its own; the figure is CPU time of that process."""
@@ -44,13 +44,13 @@ async def cpu_share() -> tuple[float, float]:
                 pass
             await writer.start()
             used, own, began = servers.cpu_seconds([server]), time.process_time(), time.monotonic()
-            told = 0
-            while told < RATE * SECONDS:
+            stored_rows = 0
+            while stored_rows < RATE * SECONDS:
                 stored = prompts.pop()
                 held.extend(stored)
                 writer.note(stored, [held.popleft() for _ in stored])
-                told += len(stored)
-                await asyncio.sleep(max(0.0, told / RATE - (time.monotonic() - began)))
+                stored_rows += len(stored)
+                await asyncio.sleep(max(0.0, stored_rows / RATE - (time.monotonic() - began)))
             while writer.pending:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(TICK_S)
             return (servers.cpu_seconds([server]) - used) / SECONDS, (time.process_time() - own) / SECONDS
@@ -67,7 +67,7 @@ def _listens(process: psutil.Process, port: int) -> bool:
     return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
 
 
-async def told() -> str:
+async def report() -> str:
     """Return the figures as a sentence."""
     valkey, node = await cpu_share()
     return (
@@ -77,4 +77,4 @@ async def told() -> str:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(told()))
+    print(asyncio.run(report()))

@@ -78,9 +78,9 @@ async def measured(journals: Journals) -> list[list[str]]:
     await writer.flush()
     request_s += time.process_time() - began
     rows = [("ids of events", marked_s - plain_s), ("recording", record_s), ("writing", write_s)]
-    told = [[name, f"{seconds / tokens * 1e6:.2f} µs a token"] for name, seconds in rows]
-    told.append(["all of them", f"{sum(seconds for _, seconds in rows) / tokens * 1e6:.2f} µs a token"])
-    return [*told, ["opening and ending", f"{request_s / STREAMS * 1e3:.3f} ms a request"]]
+    cells = [[name, f"{seconds / tokens * 1e6:.2f} µs a token"] for name, seconds in rows]
+    cells.append(["all of them", f"{sum(seconds for _, seconds in rows) / tokens * 1e6:.2f} µs a token"])
+    return [*cells, ["opening and ending", f"{request_s / STREAMS * 1e3:.3f} ms a request"]]
 
 
 async def main(url: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.ships import Fates, Memory, ship
+from benchmarks.ships import Memory, Outcomes, ship
 from kvferry.engine.events import Generated
 from kvferry.engine.loop import EngineLoop
 from kvferry.kv_transfer.dock import Dock
@@ -36,13 +36,13 @@ from kvferry.worker.link_factory import LINK_NICENESS
 from kvferry.worker.rates import warm_up
 
 POOL = 512
-"""Blocks of memory that ships use over and over: far more than caches hold."""
+"""Blocks of memory that all ships reuse: far more than CPU caches hold."""
 PREFILL_NICENESS = 5
 TOKENS = 2000
 """Tokens of a stream; a stream that ends is replaced."""
 
 
-class Reused(Memory):
+class ReusedMemory(Memory):
     def block(self, block_id: int) -> Any:
         return super().block(block_id % POOL)
 
@@ -57,7 +57,7 @@ class Streams:
         self.block_bytes = int(parts.kv[0].numel() * parts.kv.element_size())
         self.gaps: list[float] = []
         self._last: dict[str, float] = {}
-        self._loop = EngineLoop(parts.engine, self._heard)
+        self._loop = EngineLoop(parts.engine, self._record_gaps)
         self._loop.start()
         for number in range(count):
             self._begin(f"stream {number}")
@@ -68,7 +68,7 @@ class Streams:
         job = Job(name, 0, prompt, len(prompt), Generate(params), "router")
         self._loop.submit(lambda engine: engine.add(job))
 
-    def _heard(self, events: Sequence[Any]) -> None:
+    def _record_gaps(self, events: Sequence[Any]) -> None:
         now = time.perf_counter()
         for event in events:
             if not isinstance(event, Generated):
@@ -89,9 +89,9 @@ class Grants:
         self.receiver: Receiver
         self._block_size = block_size
 
-    def reserve(self, key: Any, asked: Asked) -> None:
-        assert isinstance(asked, Job)
-        self.receiver.granted(key, 0, range(len(asked.token_ids) // self._block_size))
+    def reserve(self, key: Any, options: Asked) -> None:
+        assert isinstance(options, Job)
+        self.receiver.granted(key, 0, range(len(options.token_ids) // self._block_size))
 
     def ready(self, key: Any, commit: Commit) -> None: ...
 
@@ -105,7 +105,7 @@ def decode(pipe: Connection, model: str, count: int) -> None:
     """Run a decode node's engine and link in a child process; report the gaps since the last request on demand."""
     streams = Streams(model, count)
     link = UcxLink("127.0.0.1", prepare=lambda: give_way(LINK_NICENESS))
-    dock, grants = Dock(link, Reused(POOL, streams.block_bytes)), Grants(streams.block_size)
+    dock, grants = Dock(link, ReusedMemory(POOL, streams.block_bytes)), Grants(streams.block_size)
     grants.receiver = Receiver(dock, grants, 1, "bench")
     dock.start()
     pipe.send((link.address, streams.block_size, streams.block_bytes))
@@ -125,15 +125,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="of the prompt whose blocks are shipped")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="ships, each between two turns without")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     ours, theirs = mp.get_context("spawn").Pipe()
-    child = mp.get_context("spawn").Process(target=decode, args=(theirs, asked.model, asked.streams), daemon=True)
+    child = mp.get_context("spawn").Process(target=decode, args=(theirs, options.model, options.streams), daemon=True)
     child.start()
     os.nice(PREFILL_NICENESS)
     address, block_size, block_bytes = ours.recv()
-    blocks, fates = asked.tokens // block_size, Fates()
-    dock = Dock(UcxLink("127.0.0.1"), Reused(POOL, block_bytes))
-    sender = Sender(dock, fates)
+    blocks, outcomes = options.tokens // block_size, Outcomes()
+    dock = Dock(UcxLink("127.0.0.1"), ReusedMemory(POOL, block_bytes))
+    sender = Sender(dock, outcomes)
     dock.start()
     target = DecodeTarget("decode", 1, address, "bench")
 
@@ -142,15 +142,15 @@ def main() -> None:
         return ours.recv()  # type: ignore[no-any-return]
 
     try:
-        ship(sender, fates, target, POOL, block_size)
+        ship(sender, outcomes, target, POOL, block_size)
         took: list[float] = []
         alone: list[list[float]] = []
         landing: list[list[float]] = []
-        for _ in range(asked.rounds):
+        for _ in range(options.rounds):
             gaps()
             time.sleep(max([3.0, *took]))
             alone.append(gaps())
-            took.append(ship(sender, fates, target, blocks, block_size))
+            took.append(ship(sender, outcomes, target, blocks, block_size))
             landing.append(gaps())
     finally:
         dock.stop()

@@ -23,7 +23,7 @@ TIMEOUT_S = 600.0
 
 
 class LoadError(Exception):
-    """A server refused a request, closed the connection, or sent another number of tokens than asked for."""
+    """A server refused a request, closed the connection, or sent another number of tokens than requested."""
 
 
 class Rejected(LoadError):
@@ -51,12 +51,12 @@ class Completion:
 
     @property
     def first_s(self) -> float:
-        """Time to first token, in seconds."""
+        """Return the time to first token, in seconds."""
         return self.arrivals[0] - self.began
 
     @property
     def rate(self) -> float:
-        """Output tokens per second after the first token."""
+        """Return the output tokens per second after the first token."""
         return (self.tokens - 1) / (self.arrivals[-1] - self.arrivals[0])
 
 

@@ -38,7 +38,7 @@ NODES_S = 20.0
 class LoneRouter:
     """The running router.
 
-    direct_s: returns the seconds until the first token of a prompt of that length when its node is asked directly.
+    direct_s: returns the seconds until the first token of a prompt of that length from its node, without the router.
     """
 
     target: Target
@@ -83,7 +83,7 @@ def kvferry() -> list[str]:
 
 
 def long_model(folder: Path) -> Path:
-    """Write the demo model with a longer context and, since a router reads no weights, a sparse file in their place."""
+    """Write the demo model with a longer context and a sparse file instead of weights, which a router does not read."""
     demo = read_gguf(resolve(DEMO_MODEL, weights=False).path)
     header = demo.path.read_bytes()[: min(tensor.offset for tensor in demo.tensors.values())]
     key = f"{demo.architecture}.context_length".encode()

@@ -39,7 +39,7 @@ async def pictures(port: int) -> None:
     """Send images that are refused for one reason each, and large ones that are not."""
     scan = b"\xff\xda\x00\x08" + bytes(6) + b"\xff\0"
     jpeg = b"\xff\xd8\xff\xc2" + struct.pack(">HBHHB", 8, 8, 9, 9, 0)
-    told = [
+    requests = [
         _chat(data_url(png(2**31 - 1, 2**31 - 1))),
         _chat(data_url(png(60_000, 60_000, LONG))),
         _chat(*[data_url(png(8, 8))] * 1000),
@@ -49,4 +49,4 @@ async def pictures(port: int) -> None:
         _chat(data_url(png(8, 8, LONG), "image/webp")),
         _chat(data_url(png(8, 8, LONG))),
     ]
-    await forever(port, 4, lambda turn: told[turn % len(told)])
+    await forever(port, 4, lambda turn: requests[turn % len(requests)])

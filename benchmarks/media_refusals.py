@@ -1,9 +1,9 @@
-"""Measures what it costs to refuse hostile media: images and sounds in chats, and files to transcribe.
+"""Measures the cost of refusing hostile media: images and sounds in chats, and files to transcribe.
 
     python -m benchmarks.media_refusals [--repeats 5]
 
-Prints a table: the refusal, and milliseconds of CPU from the request's body to it, the fastest of some runs. Chats are
-read and checked as a router does, files as a router reads the form and a worker opens the file."""
+Prints a table: the refusal, and the milliseconds of CPU until the refusal, in the fastest of some runs. Chats are read
+and checked as in a router; for files the router's form reader and the worker's decoder run."""
 
 from __future__ import annotations
 
@@ -121,22 +121,22 @@ def cases() -> Iterator[Case]:
 
 async def refusal(read: Callable[[], Awaitable[object]], repeats: int) -> tuple[str, float]:
     """Return the refusal, and the CPU milliseconds of the fastest run; all threads of the process count."""
-    told, found = "taken", list[float]()
+    answer, found = "taken", list[float]()
     for _ in range(repeats):
         began = time.process_time()
         try:
             await read()
         except InvalidRequest as error:
-            told = error.message
+            answer = error.message
         found.append(1e3 * (time.process_time() - began))
-    return told, min(found)
+    return answer, min(found)
 
 
 async def report(repeats: int) -> None:
     print(f"| request | CPU | within {GOAL_MS:.0f} ms | answer |\n| --- | --- | --- | --- |")
     for name, read in cases():
-        told, spent_ms = await refusal(read, repeats)
-        print(f"| {name} | {spent_ms:.1f} ms | {'yes' if spent_ms <= GOAL_MS else 'no'} | {told[:120]} |", flush=True)
+        answer, spent_ms = await refusal(read, repeats)
+        print(f"| {name} | {spent_ms:.1f} ms | {'yes' if spent_ms <= GOAL_MS else 'no'} | {answer[:120]} |", flush=True)
 
 
 def main() -> None:

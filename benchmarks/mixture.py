@@ -59,8 +59,8 @@ def write(folder: Path, layers: int) -> Path:
             tensors[name] = plain.bfloat16()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    told = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "quantization_config": quantised}
-    (folder / "config.json").write_text(json.dumps(told, default=str))
+    model_config = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(model_config, default=str))
     return folder
 
 
@@ -110,20 +110,20 @@ def main() -> None:
     for name, default in (("--prompt", 128), ("--output", 32), ("--rounds", 3), ("--layers", 2)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--threads", type=int, default=available_cores())
-    asked = parser.parse_args()
-    set_threads(asked.threads)
-    torch.set_num_threads(asked.threads)
+    options = parser.parse_args()
+    set_threads(options.threads)
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        path = write(Path(folder), asked.layers)
-        ways: list[Callable[[Sequence[Sequence[int]], int], Taken]] = [Ours(path, asked.threads), Theirs(path)]
+        path = write(Path(folder), options.layers)
+        ways: list[Callable[[Sequence[Sequence[int]], int], Taken]] = [Ours(path, options.threads), Theirs(path)]
     rows = []
-    for streams in asked.streams:
+    for streams in options.streams:
         taken: list[list[Taken]] = [[], []]
-        for _ in range(asked.rounds + 1):
-            prompts = torch.randint(0, VOCABULARY, (streams, asked.prompt)).tolist()
+        for _ in range(options.rounds + 1):
+            prompts = torch.randint(0, VOCABULARY, (streams, options.prompt)).tolist()
             for way, found in zip(ways, taken, strict=True):
-                found.append(way(prompts, asked.output))
-        prompt, output = streams * asked.prompt, streams * (asked.output - 1)
+                found.append(way(prompts, options.output))
+        prompt, output = streams * options.prompt, streams * (options.output - 1)
         firsts, decodes = ([statistics.median(each[i] for each in found[1:]) for found in taken] for i in (0, 1))
         for what, tokens, seconds in (("prompts", prompt, firsts), ("decode", output, decodes)):
             ours, theirs = (tokens / each for each in seconds)

@@ -45,8 +45,8 @@ class MockEngine:
         elif path != "/inference/v1/generate":
             exchange.send(b"{}", "404 Not Found")
         else:
-            asked = json.loads(body)
-            task = asyncio.create_task(self._stream(asked["sampling_params"], len(asked["token_ids"]), exchange))
+            request = json.loads(body)
+            task = asyncio.create_task(self._stream(request["sampling_params"], len(request["token_ids"]), exchange))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -43,8 +43,8 @@ class MockWorker:
             listed = {"object": "list", "data": [{"id": MODEL, "object": "model"}], "model_path": MODEL}
             exchange.send(json.dumps(listed).encode(), "200 OK")
             return
-        asked = json.loads(body)
-        task = asyncio.create_task(self._stream(asked["max_tokens"], (asked.get("seed") or 0) / 1e6, exchange))
+        request = json.loads(body)
+        task = asyncio.create_task(self._stream(request["max_tokens"], (request.get("seed") or 0) / 1e6, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

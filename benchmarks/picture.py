@@ -132,11 +132,11 @@ def measure(options: argparse.Namespace) -> dict[str, list[Answered]]:
     rows = [row for row in options.only if row != LLAMA or options.llama_server]
     found: dict[str, list[Answered]] = {row: [] for row in rows}
     with ExitStack() as stack:
-        asked = {row: stack.enter_context(subject(row, model, options)) for row in rows}
+        subjects = {row: stack.enter_context(subject(row, model, options)) for row in rows}
         for number in range(-1, options.rounds):
             for place in range(len(rows)):
                 row = rows[(place + number) % len(rows)]
-                answer = asked[row](picture(1000 * rows.index(row) + number + 1))
+                answer = subjects[row](picture(1000 * rows.index(row) + number + 1))
                 print(f"{row}, round {number}: {answer[0]:.3f} s", file=sys.stderr, flush=True)
                 if number >= 0:
                     found[row].append(answer)

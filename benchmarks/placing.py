@@ -34,11 +34,11 @@ from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.model_cluster import ModelCluster
 
 KINDS = ("idle", "loaded", "stored")
-"""stored: loaded, and a store has half of the prompt, which all of them read."""
+"""stored: loaded, and all nodes can read half of the prompt from a store."""
 TOTAL_LEN, BLOCK_SIZE = 1000, 16
 CHOICES, LOOKUPS = 300, 300
 HOLDERS = 8
-"""Nodes that hold a prompt's first blocks, each more of them than the one before."""
+"""Nodes that hold a prompt's first blocks, each more blocks than the previous one."""
 NODES, ROWS = 1000, 1_000_000
 PROMPT = 50
 """Blocks of each chain that fills the index."""
@@ -139,7 +139,7 @@ async def redis_cost(nodes: int, rows: int) -> tuple[list[float], int]:
                 await store.close()
 
 
-async def told(counts: Sequence[int] = (10, 100, NODES), rows: int = ROWS) -> str:
+async def report(counts: Sequence[int] = (10, 100, NODES), rows: int = ROWS) -> str:
     """Return a Markdown table and a line."""
     lines = [
         "One choice, CPU ms (p50, p99), among",
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--rows", type=int, default=ROWS)
     options = parser.parse_args()
-    print(asyncio.run(told((options.nodes,), options.rows)))
+    print(asyncio.run(report((options.nodes,), options.rows)))
 
 
 if __name__ == "__main__":

@@ -34,22 +34,22 @@ from benchmarks.router_rows import ROWS, Bench, Row, Sample, words_per_token
 from benchmarks.workloads import percentile
 
 WARM_UP = 0.2
-"""Share of a row's requests that come first and do not count."""
+"""Share of a row's requests that run first and do not count."""
 OURS, PEER = "kvferry", "vllm-router"
 
-Told = tuple[str, Row]
+SubjectRow = tuple[str, Row]
 """Subject and its row."""
 
 
-def yardstick() -> float:
-    """Return CPU milliseconds of a fixed piece of Python, which compares the machine's speed between runs."""
+def python_speed_ms() -> float:
+    """Return CPU milliseconds of a fixed piece of Python, to compare the machine's speed between runs."""
     body, began = {"prompt": "ten words", "tokens": list(range(100))}, time.process_time()
     for _ in range(2000):
         json.loads(json.dumps(body))
     return 1e3 * (time.process_time() - began)
 
 
-def report(samples: dict[Told, list[Sample]], yards: Sequence[float]) -> str:
+def report(samples: dict[SubjectRow, list[Sample]], python_ms: Sequence[float]) -> str:
     """Return a Markdown table of medians, with the least of the CPU figures.
 
     Other load on the machine only adds to CPU figures."""
@@ -62,8 +62,8 @@ def report(samples: dict[Told, list[Sample]], yards: Sequence[float]) -> str:
         title = row.title if who == OURS else f"{who}: {row.title}"
         lines.append(f"| {title} | {row.goal} | {' | '.join(_cells(row, turns))} |")
     lines.append(
-        f"\nA fixed piece of Python took {statistics.median(yards):.1f} ms of CPU in the same rounds, "
-        f"{min(yards):.1f} at least."
+        f"\nA fixed piece of Python took {statistics.median(python_ms):.1f} ms of CPU in the same rounds, "
+        f"{min(python_ms):.1f} at least."
     )
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def lag_p99(lags: Sequence[dict[float, int]]) -> str:
 
 async def measure(rows: Sequence[Row], rounds: int, peer: Path | None = None) -> str:
     """Run the rows `rounds` times after a warm-up; return the table."""
-    samples, yards = defaultdict[Told, list[Sample]](list), []
+    samples, python_ms = defaultdict[SubjectRow, list[Sample]](list), []
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
         router = await stack.enter_async_context(lone_router(folder))
@@ -112,13 +112,13 @@ async def measure(rows: Sequence[Row], rounds: int, peer: Path | None = None) ->
             await bench.sample(few, random.Random(f"warm-up {who} {row.name}"))
         for number in range(rounds):
             for (who, row), bench in turns.items():
-                yards.append(yardstick())
+                python_ms.append(python_speed_ms())
                 samples[who, row].append(await bench.sample(row, random.Random(f"{row.name} {number}")))
-    return report(samples, yards)
+    return report(samples, python_ms)
 
 
 ALONE: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {
-    "limits": router_limits.told, "placement": placing.told, "index": index_traffic.told
+    "limits": router_limits.report, "placement": placing.report, "index": index_traffic.report
 }  # fmt: skip
 """Measurements without requests."""
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default=",".join(names), help=f"of {', '.join(names)}")
-    parser.add_argument("--vllm-router", default=shutil.which(PEER), help="its command; left out where there is none")
+    parser.add_argument("--vllm-router", default=shutil.which(PEER), help="its command; skipped if it is not installed")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     only = options.only.split(",")

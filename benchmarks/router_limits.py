@@ -2,9 +2,9 @@
 
     python -m benchmarks.router_limits [--streams 5000]
 
-The router is a process of its own in front of mock nodes, as for `benchmarks.router`. Memory is what the process has
-for itself (USS). A body's hold is the longest answer to a probe of /health while the router reads it; probes follow
-each other on a connection that stays open."""
+The router is a process of its own in front of mock nodes, as for `benchmarks.router`. Memory is the process's unique
+set size (USS). A body blocks the loop for as long as the slowest probe of /health takes while the router reads it; one
+probe follows another on an open connection."""
 
 from __future__ import annotations
 
@@ -41,54 +41,54 @@ async def kib_a_stream(router: LoneRouter, streams: int) -> float:
         connections = [await stack.enter_async_context(connected(router.target.url)) for _ in range(streams)]
         source = random.Random(1)
         before = router.process.memory_full_info().uss
-        asking: list[asyncio.Task[object]] = []
+        tasks: list[asyncio.Task[object]] = []
         for begin in range(0, streams, AT_ONCE):
-            asking += [_begun(each, router.target, words(source, 10)) for each in connections[begin : begin + AT_ONCE]]
+            tasks += [_started(each, router.target, words(source, 10)) for each in connections[begin : begin + AT_ONCE]]
             await asyncio.sleep(0.1)
         await asyncio.sleep(SETTLE_S)
-        if ended := [task for task in asking if task.done()]:
+        if ended := [task for task in tasks if task.done()]:
             raise LoadError(f"{len(ended)} of {streams} streams ended early: {ended[0].exception()}")
         used = router.process.memory_full_info().uss - before
-        for task in asking:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         return used / 1024 / streams
 
 
-def _begun(connection: Connection, target: Target, prompt: str) -> asyncio.Task[object]:
+def _started(connection: Connection, target: Target, prompt: str) -> asyncio.Task[object]:
     return asyncio.create_task(connection.complete(target.model, prompt, TOKENS, seed=PACE_US))
 
 
-async def held_ms(router: LoneRouter, body: bytes) -> float:
+async def blocked_ms(router: LoneRouter, body: bytes) -> float:
     """Return the milliseconds of the slowest probe while the router reads this body."""
     slowest, done = 0.0, asyncio.Event()
 
     async def probe(connection: Connection) -> None:
         nonlocal slowest
-        asked = f"GET /health HTTP/1.1\r\nhost: {connection.host}\r\n\r\n".encode()
+        probe_request = f"GET /health HTTP/1.1\r\nhost: {connection.host}\r\n\r\n".encode()
         while not done.is_set():
             began = time.perf_counter()
-            await connection.send(asked)
+            await connection.send(probe_request)
             slowest = max(slowest, time.perf_counter() - began)
             await asyncio.sleep(0.001)
 
-    async with connected(router.target.url) as probing, connected(router.target.url) as asking:
+    async with connected(router.target.url) as probing, connected(router.target.url) as tasks:
         probes = asyncio.create_task(probe(probing))
         await asyncio.sleep(0.1)
         slowest = 0.0
         with contextlib.suppress(LoadError):  # most are refused
-            await asking.send(post(asking.host, "/v1/completions", body))
+            await tasks.send(post(tasks.host, "/v1/completions", body))
         done.set()
         await probes
     return 1e3 * slowest
 
 
-async def told(streams: int = STREAMS) -> str:
+async def report(streams: int = STREAMS) -> str:
     """Return the figures as Markdown."""
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         async with lone_router(Path(folder)) as router:
-            idle_ms = await held_ms(router, b'{"prompt":"a"}')
-            lines = [f"- {name}: {await held_ms(router, body):.1f} ms" for name, body in BODIES.items()]
+            idle_ms = await blocked_ms(router, b'{"prompt":"a"}')
+            lines = [f"- {name}: {await blocked_ms(router, body):.1f} ms" for name, body in BODIES.items()]
             await kib_a_stream(router, AT_ONCE)
             kib = await kib_a_stream(router, streams)
     return "\n".join(
@@ -103,7 +103,7 @@ async def told(streams: int = STREAMS) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=STREAMS)
-    print(asyncio.run(told(parser.parse_args().streams)))
+    print(asyncio.run(report(parser.parse_args().streams)))
 
 
 if __name__ == "__main__":

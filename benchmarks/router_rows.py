@@ -25,9 +25,9 @@ class Row:
     """One row: `requests` requests, `at_once` of them at a time.
 
     Each has a prompt of about `prompt` tokens (0: ten words), all with the same first `prefix` tokens, and exactly
-    `out` output tokens, `pace_us` apart.
+    `out` output tokens, `pace_us` microseconds apart.
 
-        goal   the project's goal, in words; peer: whether the row is also measured with `vllm-router`
+        goal   the project's goal, as text; peer: whether the row is also measured with `vllm-router`
         shows  figures of the row: first tokens, requests, tokens
     """
 
@@ -76,8 +76,8 @@ ROWS = (
 class Sample:
     """One turn of a row.
 
-    cpu_s: of the router's process; first_s: a request's time to first token less that of the node asked directly; lag:
-    event-loop lag counts by upper bound in seconds."""
+    cpu_s: of the router's process; first_s: a request's time to first token minus that of the node without the router;
+    lag: event-loop lag counts by upper bound in seconds."""
 
     cpu_s: float
     wall_s: float
@@ -126,8 +126,8 @@ def words(source: random.Random, count: int) -> str:
 async def closed_loop(target: Target, prompts: Sequence[str], row: Row) -> list[Completion]:
     """Send all prompts on `at_once` connections that stay open; each sends the next after an answer.
 
-    Where tokens have a pace, connections begin one after another over the time of a stream: that many are open at once
-    then, and none waits for the others' beginning."""
+    If tokens have a pace, connections begin one after another over the duration of a stream, so that `at_once` streams
+    are open and none waits for the prompts of others."""
     left = iter(prompts)
 
     async def ask(after_s: float) -> list[Completion]:
@@ -135,9 +135,9 @@ async def closed_loop(target: Target, prompts: Sequence[str], row: Row) -> list[
         async with connected(target.url) as connection:
             return [await connection.complete(target.model, prompt, row.out, seed=row.pace_us) for prompt in left]
 
-    apart_s = 1e-6 * row.pace_us * row.out / row.at_once
-    asking = (ask(number * apart_s) for number in range(row.at_once))
-    return [completion for done in await asyncio.gather(*asking) for completion in done]
+    interval_s = 1e-6 * row.pace_us * row.out / row.at_once
+    clients = (ask(number * interval_s) for number in range(row.at_once))
+    return [completion for done in await asyncio.gather(*clients) for completion in done]
 
 
 async def words_per_token(router: Target) -> float:

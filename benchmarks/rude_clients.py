@@ -15,7 +15,7 @@ SLOW_SOCKETS, NO_READERS = 300, 4
 
 
 async def slow(port: int) -> None:
-    """Open sockets that send nothing, half a header, or a body byte by byte, and reopen those that are closed."""
+    """Open sockets that send nothing, half a header, or a body byte by byte, and reopen closed ones."""
     starts = (b"", b"POST /v1/completions HTTP/1.1\r\nx-a: ",
               b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n")  # fmt: skip
 
@@ -68,15 +68,15 @@ async def leavers(port: int) -> None:
 
 async def garbage(port: int) -> None:
     """Send bytes that are not HTTP, endless headers, and requests by the thousand in one piece."""
-    told = (b"\0" * 9999, b"GET / HTTP/1.1\r\nx: " + b"y" * 10**6,
+    requests = (b"\0" * 9999, b"GET / HTTP/1.1\r\nx: " + b"y" * 10**6,
             b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 500 + b"\0",
             b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 5000 + b"\r\n")  # fmt: skip
-    await forever(port, 4, lambda turn: told[turn % len(told)])
+    await forever(port, 4, lambda turn: requests[turn % len(requests)])
 
 
 async def refused(port: int) -> None:
     """Send requests that get a 4xx at once, one after another on eight connections."""
-    told = [
+    requests = [
         post("x", "/v1/completions", b"{", key=attacking.key),
         post("x", "/v1/chat/completions", b'{"messages":[]}', key=attacking.key),
         post("x", "/v1/completions", b'{"prompt":"a","max_tokens":-1}', key=attacking.key),
@@ -89,7 +89,7 @@ async def refused(port: int) -> None:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 for turn in itertools.count():
-                    writer.write(told[turn % len(told)])
+                    writer.write(requests[turn % len(requests)])
                     head = await reader.readuntil(b"\r\n\r\n")
                     length = head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]
                     await reader.readexactly(int(length))

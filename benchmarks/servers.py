@@ -72,7 +72,7 @@ def started(launch: Launch, url: str, log: Path) -> Iterator[psutil.Process]:
 def environment(launch: Launch) -> dict[str, str]:
     """Return our environment without the settings of threads.
 
-    We chose them for ourselves (sleeping barriers make llama.cpp several times slower); each engine has its own
+    Those are chosen for kvferry (sleeping barriers make llama.cpp several times slower); each engine has its own
     defaults."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "MKL_"))}
     return ours | dict(launch.env)
@@ -106,7 +106,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 @contextmanager
 def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stop these processes meanwhile. Idle threads of vLLM spin, on cores that another server is measured on."""
+    """Suspend these processes meanwhile, since idle threads of vLLM spin on the cores of the measured server."""
     try:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
@@ -153,11 +153,11 @@ def _until_ready(popen: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 if client.get(url).status_code == 200:
                     return
             time.sleep(0.05)
-    raise StartError("\n".join(log.read_text(errors="replace").splitlines()[-5:]) or "nothing in its log")
+    raise StartError("\n".join(log.read_text(errors="replace").splitlines()[-5:]) or "its log is empty")
 
 
 def _end(popen: subprocess.Popen[bytes], process: psutil.Process) -> None:
-    """Send SIGTERM to the server, then SIGKILL to what is left of it."""
+    """Send SIGTERM to the server, then SIGKILL to its remaining processes."""
     family = process.children(recursive=True) if process.is_running() else []
     popen.terminate()
     try:

@@ -3,8 +3,8 @@
     python -m benchmarks.serving [--threads 2 --runs 3 --quick --only single,prefill512 --subjects 'kvferry:*']
 
 `make bench` runs it. Peers: llama.cpp's `llama-server` (and `llama-quantize`, which makes the demo model's other
-formats) on PATH or by flag, vLLM by the interpreter that has it. Subjects with the same weights are alive at once and
-take turns in every round, with the peers stopped that are not measured; figures are medians over the rounds, in which
+formats) on PATH or by flag, vLLM by the interpreter that has it. Subjects with the same weights run at once and
+take turns in every round, and peers that are not measured are stopped; figures are medians over the rounds, in which
 the limits are measured too. It prints Markdown tables, and writes them with all samples and a plot."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def chosen(options: argparse.Namespace, models: dict[str, Path], installed: Inst
         if not any(fnmatch(subject.name, pattern) for pattern in options.subjects):
             continue
         if reason := missing(subject, models, installed):
-            say(f"{subject.name} is left out: {reason}")
+            say(f"{subject.name} is skipped: {reason}")
         else:
             found.append(subject)
     return found
@@ -97,7 +97,7 @@ class Group:
         self._servers: dict[Subject, servers.Server] = {}
 
     def start(self, stack: ExitStack, subject: Subject, model: Path, installed: Installed) -> None:
-        """Start the server, as often as a start is to be measured, and leave it running."""
+        """Start the server, once for each measured start, and leave it running."""
         log = self._options.output / f"{subject.name.replace(':', '-')}.log"
         starts = self._options.runs if self._wants("start", subject) else 1
         try:
@@ -120,7 +120,7 @@ class Group:
         return [process for _, server in found for process in server.processes()]
 
     def round(self, number: int, workloads: Sequence[Workload]) -> None:
-        """Run every workload on every server; another one begins in each round."""
+        """Run every workload on every server; each round begins with another server."""
         subjects = list(self._servers)
         subjects = subjects[number % len(subjects) :] + subjects[: number % len(subjects)] if subjects else []
         for workload in workloads:
@@ -139,7 +139,7 @@ class Group:
         self._bar.update()
 
     def _figures(self, workload: Workload, subject: Subject, seed: str) -> Figures:
-        """Return a workload's figures, empty when the server fails; the others are still worth measuring."""
+        """Return a workload's figures, empty if the server fails, so that the others are still measured."""
         self._bar.set_description(f"{subject.name} {workload.name}")
         try:
             return asyncio.run(workload.run(self._servers[subject].target, random.Random(seed)))
@@ -250,7 +250,7 @@ def main() -> None:
     try:
         measure(options, subjects, models, installed, results)
     except KeyboardInterrupt:
-        say("interrupted: medians are over fewer rounds than asked for")
+        say("interrupted: medians are over fewer rounds than requested")
     text = report(results, subjects)
     print(text)
     (options.output / "serving.md").write_text(text + "\n")

@@ -1,10 +1,10 @@
-"""Measures what a running cluster keeps of sessions: agents with tool pauses, and a fan-out on a cold history.
+"""Measures how much of sessions a running cluster caches: agents with tool pauses, and a fan-out of a cold history.
 
     kvferry serve --prefill 0 --decode 1 --kv-cache-gib 0.2
     python -m benchmarks.sessions agents [--url http://127.0.0.1:8000] [--seconds 120]
     python -m benchmarks.sessions fan-out [--url http://127.0.0.1:8000] [--count 8] [--tokens 2048]
 
-Agents send growing histories of random tokens and pause for 1 to 20 s, beside prompts that come once. It prints the
+Agents send growing histories of random tokens and pause for 1 to 20 s, beside prompts that are sent once. It prints the
 share of prompt tokens that were not computed, and times to first token in seconds. Each run draws the same prompts and
 pauses. With `--blocks`, the size of the node's pool, it also prints the share that orders of eviction would have found
 of the same prompts at the same times in one such pool, among them an oracle (benchmarks/eviction.py)."""
@@ -31,14 +31,14 @@ VOCABULARY = range(1000, 40_000)
 AGENTS, APPS, SYSTEM, RESULT, OUTPUT = 8, 2, 256, 96, 8
 """Agents at a time; system prompts, and their tokens; mean tokens of a tool's result; tokens of an output."""
 TURNS = (6, 14)
-"""Least and most turns of a task."""
+"""Minimum and maximum number of turns of a task."""
 ONCE_S, ONCE = 1.5, 320
-"""Mean seconds between two prompts that come once, and their tokens."""
+"""Mean seconds between two prompts that are sent once, and their tokens."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """Tokens of prompts, those that came from caches, and times to first token."""
+    """Prompt tokens, cached prompt tokens, and times to first token in seconds."""
 
     prompt: int = 0
     cached: int = 0
@@ -109,7 +109,7 @@ async def agent(http: httpx.AsyncClient, figures: Figures, number: int, until: f
 
 
 async def once(http: httpx.AsyncClient, figures: Figures, until: float) -> None:
-    """Send prompts that come once."""
+    """Send prompts that are not repeated."""
     rng, running = random.Random("once"), set[asyncio.Task[list[int]]]()
     while time.monotonic() < until:
         running.add(task := asyncio.create_task(ask(http, figures, text(rng, ONCE))))
@@ -119,7 +119,7 @@ async def once(http: httpx.AsyncClient, figures: Figures, until: float) -> None:
 
 
 async def agents(url: str, seconds: float, blocks: int) -> None:
-    """Run all agents, and print the figures of theirs and of the others.
+    """Run all agents; print the figures of their requests and of the other requests.
 
     blocks: of the node's pool, for a replay in other orders of eviction; 0: none."""
     own, others, until = Figures(), Figures(), time.monotonic() + seconds
@@ -148,11 +148,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
-    asked = parser.parse_args()
-    if asked.what == "agents":
-        asyncio.run(agents(asked.url, asked.seconds, asked.blocks))
+    options = parser.parse_args()
+    if options.what == "agents":
+        asyncio.run(agents(options.url, options.seconds, options.blocks))
     else:
-        asyncio.run(fan_out(asked.url, asked.count, asked.tokens))
+        asyncio.run(fan_out(options.url, options.count, options.tokens))
 
 
 if __name__ == "__main__":

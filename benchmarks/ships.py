@@ -1,4 +1,4 @@
-"""Measures what checksums cost a ship: whole ships between two processes over the real link, verified and not.
+"""Measures the cost of checksums: whole ships between two processes over the real link, verified and not.
 
     python -m benchmarks.ships [--ships 40] [--mib 64]
 
@@ -50,7 +50,7 @@ class Grants:
         self.receiver: Receiver
         self._blocks = blocks
 
-    def reserve(self, key: Any, asked: Asked) -> None:
+    def reserve(self, key: Any, options: Asked) -> None:
         self.receiver.granted(key, 0, range(self._blocks))
 
     def ready(self, key: Any, commit: Commit) -> None: ...
@@ -61,30 +61,30 @@ class Grants:
     def quiet(self, key: Any) -> None: ...
 
 
-class Fates:
+class Outcomes:
     """Outcomes of the offered ships."""
 
     def __init__(self) -> None:
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def sent(self, transfer: int) -> None: ...
 
     def granted(self, transfer: int, first_block: int) -> None:
-        self.told.put("granted")
+        self.queue.put("granted")
 
     def done(self, transfer: int, stats: Any) -> None:
-        self.told.put("done")
+        self.queue.put("done")
 
     def failed(self, transfer: int, error: Exception) -> None:
-        self.told.put(error)
+        self.queue.put(error)
 
     def quiet(self, transfer: int) -> None:
-        self.told.put("quiet")
+        self.queue.put("quiet")
 
     def expect(self, news: str) -> None:
-        """Wait for it. Raises what came instead."""
-        if (told := self.told.get(timeout=LIMIT_S)) != news:
-            raise RuntimeError(f"{told!r} came instead of {news}")
+        """Wait for an outcome. Raises RuntimeError for another one."""
+        if (outcome := self.queue.get(timeout=LIMIT_S)) != news:
+            raise RuntimeError(f"{outcome!r} came instead of {news}")
 
 
 def receive(pipe: Connection, blocks: int, size: int, verify: float) -> None:
@@ -104,30 +104,30 @@ def shipping(blocks: int, size: int, verify: float) -> Iterator[Callable[[], flo
     ours, theirs = mp.get_context("spawn").Pipe()
     child = mp.get_context("spawn").Process(target=receive, args=(theirs, blocks, size, verify), daemon=True)
     child.start()
-    fates = Fates()
+    outcomes = Outcomes()
     dock = Dock(UcxLink("127.0.0.1"), Memory(blocks, size), verify=verify)
-    sender = Sender(dock, fates)
+    sender = Sender(dock, outcomes)
     dock.start()
     try:
         target = DecodeTarget("decode", 1, ours.recv(), "bench")
-        yield lambda: ship(sender, fates, target, blocks)
+        yield lambda: ship(sender, outcomes, target, blocks)
     finally:
         dock.stop()
         child.kill()
         child.join()
 
 
-def ship(sender: Sender, fates: Fates, target: DecodeTarget, blocks: int, block_size: int = 16) -> float:
+def ship(sender: Sender, outcomes: Outcomes, target: DecodeTarget, blocks: int, block_size: int = 16) -> float:
     """Return the seconds from the first block to the acknowledgement."""
     tokens = tuple(range(blocks * block_size))
     transfer = sender.offer(target, Job("request", 1, tokens, len(tokens), Generate(SamplingParams()), "router"))
-    fates.expect("granted")
+    outcomes.expect("granted")
     began = time.perf_counter()
     sender.ship(transfer, [(index, index) for index in range(blocks)])
     sender.commit(transfer, TokenDelta("request", 1, 0, (7,)))
-    fates.expect("done")
+    outcomes.expect("done")
     taken = time.perf_counter() - began
-    fates.expect("quiet")
+    outcomes.expect("quiet")
     return taken
 
 
@@ -148,12 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ships", type=int, default=40, help="of each kind and size")
     parser.add_argument("--mib", type=int, default=64, help="size of a ship")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print("| block | unverified GB/s | verified GB/s | verified / unverified | of the best tenth |")
     print("| --- | --- | --- | --- | --- |")
     for size in BLOCK_BYTES:
-        blocks = (asked.mib << 20) // size
-        taken = compare(blocks, size, asked.ships)
+        blocks = (options.mib << 20) // size
+        taken = compare(blocks, size, options.ships)
         plain, verified = (blocks * size / statistics.median(times) / 1e9 for times in zip(*taken, strict=True))
         ratio = statistics.median(without / checked for without, checked in taken)
         best = [sorted(times)[len(times) // 10] for times in zip(*taken, strict=True)]

@@ -80,14 +80,14 @@ async def simulated(machine: Machine, asks: Sequence[Scenario]) -> list[float]:
 class Round:
     """Seconds to the first tokens, measured and simulated, and the machine's speed before and after."""
 
-    real: list[float]
-    told: list[float]
+    measured: list[float]
+    simulated: list[float]
     before: Machine
     after: Machine
 
     def ratio(self, kind: str) -> float:
         """Return the ratio of a figure, simulated to measured."""
-        return KINDS[kind](self.told) / KINDS[kind](self.real)
+        return KINDS[kind](self.simulated) / KINDS[kind](self.measured)
 
     def drift(self) -> float:
         """Return the change of the machine's speed during the round: 1 if it did not change."""
@@ -131,7 +131,9 @@ def table(rounds: Sequence[Round]) -> str:
     """Return a table of each round, and the medians of all."""
     rows = []
     for number, each in enumerate(rounds, 1):
-        cells = [f"{of(each.real):.3f}, {of(each.told):.3f}, {each.ratio(kind):.2f}" for kind, of in KINDS.items()]
+        cells = [
+            f"{of(each.measured):.3f}, {of(each.simulated):.3f}, {each.ratio(kind):.2f}" for kind, of in KINDS.items()
+        ]
         rows.append((str(number), *cells, f"{each.drift():.2f}"))
     rows.append(("median", *(f"{statistics.median(each.ratio(kind) for each in rounds):.2f}" for kind in KINDS), ""))
     return markdown(("TTFT measured (s), simulated, simulated / measured", *KINDS, "drift"), rows)
@@ -152,8 +154,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--busy", type=float, default=0.4)
-    asked = parser.parse_args()
-    print(table(asyncio.run(play(asked.rounds, asked.requests, asked.busy))))
+    options = parser.parse_args()
+    print(table(asyncio.run(play(options.rounds, options.requests, options.busy))))
 
 
 if __name__ == "__main__":

@@ -113,26 +113,26 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=available_cores())
-    asked = parser.parse_args()
-    set_threads(asked.threads)
-    torch.set_num_threads(asked.threads)
-    if asked.deeper:
+    options = parser.parse_args()
+    set_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    if options.deeper:
         plain = models.find_models([], None, None, vllm=True)[models.SAFETENSORS]
-        asked.model = str(deepen(plain, plain.with_name(f"{plain.name}-deeper-{asked.deeper}"), asked.deeper))
-    text = load_text_model(RouterSettings(model=(asked.model,)))
+        options.model = str(deepen(plain, plain.with_name(f"{plain.name}-deeper-{options.deeper}"), options.deeper))
+    text = load_text_model(RouterSettings(model=(options.model,)))
     settings = WorkerSettings(
-        model=asked.model, dtype="bfloat16", quantization=asked.quantization, threads=asked.threads, kv_cache_gib=0.25,
-        num_speculative_tokens=asked.most, speculative_model=asked.speculative_model,
+        model=options.model, dtype="bfloat16", quantization=options.quantization, threads=options.threads,
+        kv_cache_gib=0.25, num_speculative_tokens=options.most, speculative_model=options.speculative_model,
     )  # fmt: skip
-    bench = Bench(assemble(settings).engine, asked.most, asked.output)
+    bench = Bench(assemble(settings).engine, options.most, options.output)
     rows = []
-    for streams in asked.streams:
-        for name in asked.texts:
+    for streams in options.streams:
+        for name in options.texts:
             prompt, temperature = TEXTS[name]
-            found = compare(bench, text.encode(prompt), temperature, streams, asked.rounds)
+            found = compare(bench, text.encode(prompt), temperature, streams, options.rounds)
             rows.append((name, str(streams), *found))
             print(*rows[-1], flush=True)
-    print(markdown(("text", "streams", "tokens/s", f"with {asked.most} drafts", "ratio", "drafts right"), rows))
+    print(markdown(("text", "streams", "tokens/s", f"with {options.most} drafts", "ratio", "drafts right"), rows))
 
 
 if __name__ == "__main__":

@@ -78,16 +78,16 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", nargs="+", default=["auto", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-    files = [path.read_bytes() for path in told.files]
+    files = [path.read_bytes() for path in arguments.files]
     seconds = sum(len(samples_of(data)) for data in files) / RATE
-    theirs: Any = WhisperForConditionalGeneration.from_pretrained(told.model).eval()
+    theirs: Any = WhisperForConditionalGeneration.from_pretrained(arguments.model).eval()
     extract = WhisperFeatureExtractor(feature_size=theirs.config.num_mel_bins)
     runs = dict[str, Callable[[], list[str]]]()
-    for dtype in told.dtype:
-        model = assemble_speech(WorkerSettings(model=told.model, dtype=dtype, kv_cache_gib=0.5)).model
+    for dtype in arguments.dtype:
+        model = assemble_speech(WorkerSettings(model=arguments.model, dtype=dtype, kv_cache_gib=0.5)).model
         model.loop.start()
         runs[dtype] = lambda model=model: by_engine(model, files)  # type: ignore[misc]
     end, tokenizer = model.config.tokens.end, model.tokenizer
@@ -95,7 +95,7 @@ def main() -> None:
         theirs, extract, lambda ids: str(tokenizer.decode([id for id in ids if id < end])), files
     )
     took, texts = defaultdict[str, list[float]](list), dict[str, list[str]]()
-    for _ in range(told.rounds):
+    for _ in range(arguments.rounds):
         for name, run in runs.items():
             began = time.perf_counter()
             texts[name] = run()

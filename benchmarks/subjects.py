@@ -20,7 +20,7 @@ SLOTS, SLOT_TOKENS = 8, 2304
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Engine with a model. Subjects of one group are alive at once, and compared.
+    """Engine with a model. Subjects of one group run at once and are compared.
 
     model       key of `benchmarks.models.find_models`
     workloads   names of the workloads that it runs
@@ -45,7 +45,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A command line that serves on `port`, and the path that answers 200 once it does; `key`: what clients present."""
+    """Command line of a server, and the path that answers 200 once it is ready; `key`: the clients' API key."""
 
     argv: tuple[str, ...]
     ready: str
@@ -83,14 +83,14 @@ def kvferry(subject: Subject, model: Path, installed: Installed, port: int) -> L
 
 
 def llama_cpp(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
-    """Without its prompt cache in host memory, which would answer repeated prompts of a benchmark."""
+    """Return the command without the prompt cache in host memory, which would answer repeated prompts."""
     threads, context = str(installed.threads), str(SLOTS * SLOT_TOKENS)
     serve = (str(installed.llama_server), "--host", "127.0.0.1", "--port", str(port), "-m", str(model))
     return Launch((*serve, "-t", threads, "--parallel", str(SLOTS), "-c", context, "--cache-ram", "0"), "/health")
 
 
 def vllm(subject: Subject, model: Path, installed: Installed, port: int) -> Launch:
-    """With the allocator and the OpenMP its documentation recommends, where they are."""
+    """Return the command with the allocator and OpenMP library that vLLM's documentation recommends, if any."""
     assert installed.vllm_python is not None
     libraries = [
         *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"),

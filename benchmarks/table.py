@@ -87,7 +87,7 @@ def times_as_good(figure: Figure, value: float, other: float) -> float:
 
 
 def reached(results: Results) -> Iterator[tuple[Goal, float, float, float]]:
-    """Yield (goal, value, the other's value, ratio) of goals whose two figures were measured."""
+    """Yield (goal, value, compared value, ratio) of goals whose two figures were measured."""
     for goal in GOALS:
         value = results.median(goal.subject, goal.workload, goal.figure)
         if isinstance(goal.against, float):

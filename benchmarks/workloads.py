@@ -1,6 +1,6 @@
 """Workloads of the serving benchmark: the prompts that clients send, and the figures computed from the answers.
 
-Every server gets the same prompts in a round, and other ones in the next round."""
+Every server gets the same prompts in a round, and different ones in the next round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Figures = dict[str, float]
 Run = Callable[[Target, random.Random], Coroutine[Any, Any, Figures]]
 
 SHARED, SUFFIX = 1536, 64
-RUNNING, ARRIVING = 4, 2048
+RUNNING, ARRIVING_LEN = 4, 2048
 """Streams that run, and the length of the prompts that arrive meanwhile."""
 
 
@@ -35,7 +35,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """run(target, source of prompts) → its figures, of which the first is the one that counts."""
+    """Workload: run(target, source of prompts) returns its figures, of which the first is the main one."""
 
     name: str
     run: Run
@@ -110,7 +110,7 @@ async def interference(target: Target, source: random.Random) -> Figures:
     await asyncio.sleep(0.5)
     arrived = []
     while not any(task.done() for task in running):
-        arrived.append(await complete(target, random_prompt(source, ARRIVING), 1))
+        arrived.append(await complete(target, random_prompt(source, ARRIVING_LEN), 1))
     done = await asyncio.gather(*running)
     ended = min(arrived[-1].arrivals[-1], *(c.arrivals[-1] for c in done))
     between = gaps(done, arrived[0].began, ended)

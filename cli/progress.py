@@ -71,7 +71,7 @@ class Bars:
 
 
 class Lines:
-    """Implements `progress.Progress` with log lines: one when a process is ready, before that at most one per LINE_S."""
+    """Log lines, as a `progress.Progress`: one when a process is ready, before that one per LINE_S at most."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream

@@ -123,7 +123,7 @@ def _enter(parent: int, command: Any, kept: frozenset[int]) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
-    child._enter(parent, command)
+    child._prepare(parent, command)
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
         with contextlib.suppress(OSError):  # the one that listed them is closed
             os.close(descriptor)

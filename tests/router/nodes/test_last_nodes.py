@@ -105,13 +105,13 @@ async def test_a_router_that_starts_without_the_registry_serves(tmp_path: Path) 
         async with router:
             assert len(router.nodes.entries) == 3
             await until(lambda: not cluster.trouble())
-            assert not router.nodes.contact.up
+            assert not router.nodes.registry_health.up
             now = time.monotonic()
             call = RequestContext("r", arrival=now, deadline=now + 60)
             dispatch = cluster.start(RequestSpec(call, "r", tuple(PROMPT), Generate(SamplingParams(max_tokens=8))))
             assert ids(await collect(dispatch)) == expected(PROMPT, 8)
             source.leases = own
-            await until(lambda: router.nodes.contact.up and len(router.nodes.entries) == 2)
+            await until(lambda: router.nodes.registry_health.up and len(router.nodes.entries) == 2)
 
 
 async def test_a_router_without_a_file_waits_for_the_registry(tmp_path: Path) -> None:
