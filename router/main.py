@@ -131,7 +131,7 @@ async def run_router(
     batches = Batches(settings, cluster_files(settings, seal), ownership, metrics.batches)
     ownership = ownership or RouterOwnership(MemoryRouterLeases(), is_shared=False)
     status = SupervisorStatus.from_fd(settings.status_fd)
-    tenant_registry = TenantRegistry(settings)
+    tenants = TenantRegistry(settings)
     texts = await asyncio.to_thread(load_text_models, settings)
     nodes = RouterCluster(
         store,
@@ -149,28 +149,16 @@ async def run_router(
     journals = RequestJournals(settings, ownership.owner, metrics.journals, journal_store)
     limits = connection_limits(settings, allow_descriptors())
     snapshots, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()
-    pools = ServedModels(
-        *(pool_of(text, nodes.pool(text.called), metrics, settings, tenant_registry) for text in texts)
-    )
+    pools = ServedModels(*(pool_of(text, nodes.pool(text.called), metrics, settings, tenants) for text in texts))
     background: tuple[contextlib.AbstractAsyncContextManager[Any], ...] = (
-        secrets.followed(), tenant_registry.keyring.followed(), snapshots.running(), watched(metrics.loop),
+        secrets.followed(), tenants.keyring.followed(), snapshots.running(), watched(metrics.loop),
         peers.answering()
     )  # fmt: skip
     if settings.elastic:
         background += (RoleRebalancer(pools, nodes.change_role, settings.elastic_rest).running(),)
     async with nodes, contextlib.aclosing(pools), contextlib.AsyncExitStack() as stack:
         app = create_app(
-            settings,
-            pools,
-            metrics,
-            tenant_registry,
-            responses,
-            batches,
-            snapshots,
-            peers,
-            throttle,
-            ownership,
-            journals,
+            settings, pools, metrics, tenants, responses, batches, snapshots, peers, throttle, ownership, journals
         )
         for each in (*background, journals.running(), ownership.running()):
             await stack.enter_async_context(each)
@@ -199,7 +187,7 @@ async def run_router(
             closing = draining.answering(
                 sock,
                 server,
-                partial(scraped, metrics, peers, "" if tenant_registry.keyring.guards else None),
+                partial(scraped, metrics, peers, "" if tenants.keyring.guards else None),
                 server_tls(settings),
                 limits,
             )

@@ -239,13 +239,9 @@ class NodeEntry:
         self._summary.schedule(self._update)
 
     def _current_capacity(self) -> NodeCapacity:
-        if not self._grouped or self.lease.state != "ready":
+        if not self._grouped or not self.reachable or self.lease.state != "ready":
             return NodeCapacity()
         if self.lease.role == "prefill":
-            return NodeCapacity(prefills=1) if self.reachable else NodeCapacity()
+            return NodeCapacity(prefills=1)
         spare = self.view.spare_blocks
-        return (
-            NodeCapacity(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view))
-            if self.reachable
-            else NodeCapacity()
-        )
+        return NodeCapacity(0, 1, max(0, spare), max(0, -spare), freed_per_s(self.view))

@@ -25,10 +25,8 @@ async def watched(
         if not lost.done():
             lost.set_result(error or NodeLost(f"{entry.key[0]} may hang"))
 
-    reservation, task = (
-        entry.reserve(tokens, 0, give_up, ignored if ignore_suspicion else give_up),
-        asyncio.ensure_future(call),
-    )
+    reservation = entry.reserve(tokens, 0, give_up, ignored if ignore_suspicion else give_up)
+    task = asyncio.ensure_future(call)
     either: set[asyncio.Future[Any]] = {task, lost}
     try:
         await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
