@@ -12,10 +12,10 @@ from kvferry.cli.cpu_instructions import instruction_set
     ],
 )
 def test_instruction_sets(flags, found, remedy):
-    model_report = instruction_set(f"processor\t: 0\nmodel name\t: some avx2 amx_bf16 chip\nflags\t\t: {flags}\n")
-    assert found in model_report[0]
-    assert remedy in model_report[1]
-    assert bool(model_report[1]) == bool(remedy)
+    found_set = instruction_set(f"processor\t: 0\nmodel name\t: some avx2 amx_bf16 chip\nflags\t\t: {flags}\n")
+    assert found in found_set[0]
+    assert remedy in found_set[1]
+    assert bool(found_set[1]) == bool(remedy)
 
 
 def test_quantised_weights_need_no_bfloat16():

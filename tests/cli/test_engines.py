@@ -69,7 +69,7 @@ def test_an_engine_s_key_is_on_no_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (ServeSettings(attach=("http://h:1",)), "--attach needs --engine"),
         (ServeSettings(engine="openai"), "--engine openai needs --attach"),
@@ -78,8 +78,8 @@ def test_an_engine_s_key_is_on_no_command_line() -> None:
         (ServeSettings(engine="vllm", attach=("http://a:1",), prefill_engines=1), "leaves none"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: ServeSettings, model_report: str) -> None:
-    with pytest.raises(ConfigError, match=model_report):
+def test_what_cannot_be_is_refused(settings: ServeSettings, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         checked_engines(settings)
 
 

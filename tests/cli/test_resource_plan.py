@@ -215,8 +215,8 @@ def test_on_a_cpu_all_models_are_summed_up(monkeypatch):
     settings = ServeSettings(device="cpu", share_weights=False)
     places = plan_workers(settings, [NEEDS, SMALL], [])
     assert places == [WorkerPlan("cpu")] * 4
-    model_report = require_memory(settings, [NEEDS, SMALL], places)
-    assert "2 times 4.00 GiB of weights and 2 times 1 GiB of KV pool, 2 times 1.00 GiB of weights" in model_report
+    summary = require_memory(settings, [NEEDS, SMALL], places)
+    assert "2 times 4.00 GiB of weights and 2 times 1 GiB of KV pool, 2 times 1.00 GiB of weights" in summary
     with pytest.raises(ConfigError, match=r"lower --kv-cache-gib to less than 1.0, or start fewer workers"):
         require_memory(dataclasses.replace(settings, kv_cache_gib=1.1), [NEEDS, SMALL], places)
 

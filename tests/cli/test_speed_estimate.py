@@ -46,7 +46,7 @@ def test_prefill_is_bound_by_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("settings", "seat", "gpu", "pool"),
+    ("settings", "plan", "gpu", "pool"),
     [
         ({}, WorkerPlan("cpu"), 0, GIB),
         ({"kv_cache_gib": 2.0}, WorkerPlan("cpu", 2.0), 0, 2 * GIB),
