@@ -40,7 +40,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of one policy on one trace; background requests count in `requests`, `hit_rate`, `imbalance` and `failed`.
+    """Results of one policy on one trace.
+
+    Background requests count in `requests`, `hit_rate`, `imbalance` and `failed`.
 
     ttft_s, itl_s   percentiles (50, 90, 99) in seconds; a request's itl_s is the mean time between its tokens
     goodput         requests that met the goal, per second of arrivals

@@ -233,7 +233,7 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
     mount_media(app, behaviour, toy)
     mount_pooling(app, behaviour, toy.asked)
     mount_tokenizer(app)
-    if behaviour.use_output_clock:
+    if behaviour.hears:
         mount_speech(app)
     return app
 
