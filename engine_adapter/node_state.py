@@ -235,4 +235,4 @@ class NodeState:
             gauge.set(name in self.guarantees)
         for way, gauge in metrics.continued.items():
             gauge.set(getattr(self.continued, way))
-        metrics.suppressed.set(self.continued.suppressed)
+        metrics.swallowed.set(self.continued.suppressed)

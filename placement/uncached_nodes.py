@@ -102,7 +102,7 @@ def computes(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
 def local_bound_s(demand: Demand, plain: Sequence[DecodeHalf]) -> float:
     """Return a quick lower bound of `alone`, in seconds.
 
-    It subtracts LEAST_GAIN_S because a slower node may fetch when the fastest one would gain too little by it."""
+    It subtracts MIN_GAIN_S because a slower node may fetch when the fastest one would gain too little by it."""
     if not plain:
         return inf
     nodes = [each[-1] for each in plain]

@@ -87,7 +87,7 @@ class Node:
 
     def release(self, owner: Run) -> None:
         """Release the owner's blocks and grant, and seat requests that wait."""
-        self.memory.release(owner)
+        self.memory.release_chain(owner)
         self.grants.held.pop(owner, None)
         self.dirty = True
         self._grant_waiting()

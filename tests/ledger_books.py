@@ -14,14 +14,14 @@ def count(ledger: Ledger, block_id: int) -> int:
 
 def blocks(ledger: Ledger, owner: Hashable, reason: str) -> list[int]:
     """Blocks that the owner holds for the reason, in the order in which they were held."""
-    return list(ledger._books.get(reason, {}).get(owner, {}))
+    return list(ledger._pages.get(reason, {}).get(owner, {}))
 
 
 def owners(ledger: Ledger, reason: str) -> list[Hashable]:
     """Owners with at least one hold for the reason."""
-    return list(ledger._books.get(reason, {}))
+    return list(ledger._pages.get(reason, {}))
 
 
 def holds_of(ledger: Ledger, block_id: int) -> list[tuple[Hashable, str]]:
     """(owner, reason) of every hold on the block."""
-    return [(owner, reason) for reason, book in ledger._books.items() for owner, ids in book.items() if block_id in ids]
+    return [(owner, reason) for reason, book in ledger._pages.items() for owner, ids in book.items() if block_id in ids]

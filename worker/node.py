@@ -166,7 +166,7 @@ class Node:
         fault = self.loaded.fault if self.loaded else None
         body: dict[str, object] = {"status": self.state, "progress": self._progress}
         if self.loaded:
-            body |= {"role": self.loaded.roles.now, "pulse": asdict(self.loaded.vitals.pulse)}
+            body |= {"role": self.loaded.roles.now, "pulse": asdict(self.loaded.liveness.pulse)}
         return (200, body) if fault is None else (503, {**body, "fault": fault})
 
     def _unready(self) -> str:

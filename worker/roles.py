@@ -100,7 +100,7 @@ class RoleChange:
                 return
             if 0 < self._roles.role_s < change.rest_s:
                 raise RoleKept(f"the node changed its role {self._roles.role_s:.0f} s ago")
-            if why := await self._membership.step_back(change.rest_s):
+            if why := await self._membership.try_leave_role(change.rest_s):
                 self._metrics.role_changes["kept"].inc()
                 raise RoleKept(why)
             if self._ended:
@@ -137,7 +137,7 @@ class RoleChange:
         while True:
             while self._busy():  # noqa: ASYNC110 - no event reports it
                 await asyncio.sleep(CHECK_S)
-            if not await self._membership.spared():
+            if not await self._membership.has_substitute():
                 return
             changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._engine.submit(lambda engine, changed=changed: self._pass(engine, role, changed))  # type: ignore[misc]

@@ -177,7 +177,7 @@ async def test_rows_are_in_no_tier(nodes: Nodes) -> None:
     await nodes.encoded(CAT)
     await nodes.rows(CAT)
     for node in (nodes.encode, nodes.prefill):
-        assert set(runs(nodes, CAT)) <= node.engine.pool.changes.aside
+        assert set(runs(nodes, CAT)) <= node.engine.pool.changes.untiered
 
 
 async def test_media_larger_than_the_pool_are_refused(nodes: Nodes) -> None:

@@ -19,7 +19,7 @@ from kvferry.engine.batch_planner import Part
 from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
-from kvferry.engine.canary import IDLE_FACTOR, MAX_S, WAIT_S, Canary
+from kvferry.engine.canary import BUSY_S, IDLE_FACTOR, MAX_S, Canary
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import BlocksChanged, CanaryChecked, Computed, Generated, Reserved
 from kvferry.engine.fault_isolation import DeviceLost
@@ -368,8 +368,8 @@ def test_nobody_waits(checkpoint: Path) -> None:
     pair.runner.look = timed  # type: ignore[method-assign]
     pair.canary.turn(lambda: True)
     assert computed == []
-    assert pair.canary.pause_s() == pytest.approx(WAIT_S)
-    pair.clock.now += WAIT_S
+    assert pair.canary.pause_s() == pytest.approx(BUSY_S)
+    pair.clock.now += BUSY_S
     pair.canary.turn(lambda: False)
     assert computed == [], "something came in the middle"
     assert pair.canary.pause_s() == pytest.approx(0.01 * IDLE_FACTOR)

@@ -190,7 +190,7 @@ def evicted_while_shared() -> Mutant:
     """A block that two hold is free when the first lets go."""
 
     def release(ledger: Ledger, owner: Any, reason: str, block_ids: Any = None) -> list[int]:
-        owned = list(ledger._books.get(reason, {}).get(owner, {})) if block_ids is None else list(block_ids)
+        owned = list(ledger._pages.get(reason, {}).get(owner, {})) if block_ids is None else list(block_ids)
         shared = [block_id for block_id in owned if ledger._counts[block_id] > 1]
         for block_id in shared:
             ledger._counts[block_id] = 1
