@@ -51,15 +51,17 @@ async function whole(headers = {}, more = {}) {
   return (await client(more).chat.completions.create(asked, { headers })).choices[0].message.content
 }
 
-/** The text of a stream; one that breaks is asked for again under the same key. */
+/** The text of a stream; one that breaks is asked for again under the same key. To Node's fetch a connection that was not
+ * to be kept may break at any time: the stream ends, without a reason why it is finished. */
 async function streamed(headers) {
   for (let tries = 0; tries < 6; tries++) {
-    let text = ''
+    let text = '', finished = false
     try {
       for await (const chunk of await client().chat.completions.create({ ...asked, stream: true }, { headers })) {
         text += chunk.choices[0]?.delta.content ?? ''
+        finished ||= chunk.choices[0]?.finish_reason != null
       }
-      return text
+      if (finished) return text
     } catch (error) {
       const broke = error instanceof OpenAI.APIConnectionError || error.message === 'terminated'
       if (!broke) throw error

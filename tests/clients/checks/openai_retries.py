@@ -7,11 +7,13 @@ import threading
 import urllib.error
 import urllib.request
 import uuid
+from importlib import import_module, util
 
-import httpx
 import openai
 from harness import MODEL, check, raises
 
+Broken = import_module("httpx2" if util.find_spec("httpx2") else "httpx").TransportError
+"""What a stream that breaks raises, by the transport of the client's version."""
 URL, CONTROL = os.environ["CHECK_DYING_URL"], os.environ["CHECK_DYING_CONTROL"]
 TOKENS, BEFORE = int(os.environ["CHECK_DYING_TOKENS"]), int(os.environ["CHECK_DYING_BEFORE"])
 """Tokens of an answer, and those delivered before the router is killed in the middle of it."""
@@ -66,7 +68,7 @@ def streamed(headers, **more):
             for chunk in client().chat.completions.create(**{**ASKED, **more}, stream=True, extra_headers=headers):
                 for choice in chunk.choices:
                     texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
-        except (httpx.TransportError, openai.APIConnectionError):
+        except (Broken, openai.APIConnectionError):
             continue
         return texts
     raise AssertionError("every stream broke")
