@@ -92,8 +92,8 @@ def counts(url: str) -> Counts:
 @contextlib.contextmanager
 def dying_router(folder: Path) -> Iterator[dict[str, str]]:
     """Serve the gateway; yields the variables of checks: its URL, and another one that does what a path names."""
-    shape = {"num_attention_heads": 2, "max_position_embeddings": 2048}
-    path, port = save_checkpoint(folder, "LlamaConfig", **shape), free_pair()
+    path = save_checkpoint(folder, "LlamaConfig", num_attention_heads=2, max_position_embeddings=2048)
+    port = free_pair()
     words = ("--routers", "2", "--port", str(port), "--model", str(path), "--served-model-name", MODEL, *EXACT)
     with local_cluster(*words, step_s=STEP_S, token_s=TOKEN_S) as cluster:
         victim = Victim(cluster, port + 1)
