@@ -125,7 +125,8 @@ MATRIX := $(addprefix tests/,kernels engine virtual deploy/test_scaling.py route
 test-matrix: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3000 $(MATRIX) $(PYTEST_ARGS)
 
-# Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table.
+# Node's clients need npm. What cannot be installed is skipped, and says why; CLIENTS_TABLE=FILE keeps the table, and
+# KVFERRY_TEST_OPEN_WEBUI=1 adds Open WebUI, which takes 5 GB.
 test-clients: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 

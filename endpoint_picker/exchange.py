@@ -15,6 +15,7 @@ from kvferry.endpoint_picker import replies
 from kvferry.endpoint_picker.bodies import PickedBody, read_body, read_prompts
 from kvferry.endpoint_picker.ext_proc import BodyMode
 from kvferry.endpoint_picker.incoming import Incoming, IncomingBody, ProtocolError
+from kvferry.endpoint_picker.objectives import Objectives
 from kvferry.endpoint_picker.pick import Pick
 from kvferry.endpoint_picker.picker import Wanted
 from kvferry.endpoint_picker.request_head import RequestHead, served_endpoint, status_of
@@ -47,6 +48,7 @@ class Exchange:
         self._services, self._incoming, self._send = services, incoming, send
         self._meter = ResponseMeter()
         self._tokens = self._status = 0
+        self._sequences = 1
         self._pick: Pick | None = None
 
     async def run(self) -> None:
@@ -133,13 +135,15 @@ class Exchange:
         services = self._services
         body = PickedBody() if data is None else read_body(head.path, data)
         pool = services.models.pool(body.model)
-        call = admitted.prefer(body, sees_tokens=False)
+        objectives = Objectives.of(head.headers)
+        admitted.identify(objectives.applied(admitted.prefer(body, session=objectives.flow)))
+        call = admitted.call
         asked = await read_prompts(body, data or b"", pool, call.tenant)
         await admitted.turn(pool.turns, asked.size)
-        self._tokens = asked.tokens
+        self._tokens, self._sequences = asked.tokens, asked.size.sequences
         wanted = Wanted(
             asked.prompts, asked.tokens, asked.size.sequences, body.cache_salt or "", pool.adapter[1], head.subset,
-            lambda: call.deadline - time.monotonic(),
+            call.itl_s, lambda: min(call.deadline, call.first_by) - time.monotonic(),
         )  # fmt: skip
         self._pick = await services.pickers[pool.text.name].pick(wanted)
         return self._pick
@@ -194,7 +198,8 @@ class Exchange:
         if self._status >= 400:
             return TokenUsage()
         cached = self._meter.cached
-        return TokenUsage(self._tokens, pick.cached_len if cached is None else cached, self._meter.output)
+        output, itl_s = self._meter.output, self._meter.itl_s(self._sequences)
+        return TokenUsage(self._tokens, pick.cached_len if cached is None else cached, output, itl_s)
 
     async def _forward(self, phase: str, data: bytes, mode: int, *, last: bool) -> None:
         for reply in replies.passed(phase, data, mode, last=last):

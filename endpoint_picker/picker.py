@@ -12,7 +12,7 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 from kvferry.endpoint_picker.pick import Pick
-from kvferry.placement.rejections import no_nodes, too_late
+from kvferry.placement.rejections import TargetMissed, no_nodes, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import NoNodes, Overloaded
 from kvferry.protocol.hashing import chain, root_hash
@@ -36,7 +36,8 @@ class Wanted:
     namespace  of its blocks: the client's cache salt
     adapter    id of its LoRA adapter; empty: none
     subset     endpoints that it may go to, as ip:port or ip; None: any
-    left_s     returns the seconds until its deadline
+    itl_s      target of the mean seconds between its tokens; infinite: none
+    left_s     returns the seconds until its deadline, or its target of the first token if that is earlier
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -45,6 +46,7 @@ class Wanted:
     namespace: str
     adapter: str
     subset: frozenset[str] | None
+    itl_s: float
     left_s: Callable[[], float]
 
     @property
@@ -68,7 +70,7 @@ class Picker:
         """Return the endpoints of a request, booked on the first; the caller must call `end`.
 
         While no node can take it, it waits for at most the cluster's queue timeout. Raises NoNodes, Overloaded,
-        ContextLengthExceeded, and at once NoNodes if no endpoint is allowed."""
+        ContextLengthExceeded; at once NoNodes if no endpoint is allowed, and TargetMissed."""
         patience, who = Backoff(self.cluster.patience_s), object()
         try:
             while True:
@@ -77,6 +79,8 @@ class Picker:
                 try:
                     return self._place(wanted, hashes, held)
                 except (NoNodes, Overloaded) as error:
+                    if isinstance(error, TargetMissed):
+                        raise
                     if isinstance(error, Overloaded) and not self.cluster.held.takes(who):
                         raise
                     if not self._allowed(wanted) or patience.over(wanted.left_s()):
@@ -126,10 +130,10 @@ class Picker:
         if not endpoints:
             raise no_nodes(cluster.model.name.first)
         others = frozenset(entry.key for entry in cluster.model.members if entry.key not in endpoints)
-        demand = Demand(wanted.longest, excluded=others, adapter=wanted.adapter, local_only=True)
+        demand = Demand(wanted.longest, excluded=others, adapter=wanted.adapter, local_only=True, itl_s=wanted.itl_s)
         placement = cluster.place(demand, held)
-        if placement.first_token_s > (left_s := wanted.left_s()) > 0:
-            raise too_late(placement.first_token_s - left_s)
+        if (late_s := placement.promised_s - wanted.left_s()) > 0:
+            raise too_late(late_s)
         chosen = [self._entry(placement)]
         with contextlib.suppress(NoNodes, Overloaded):
             while len(chosen) <= self._fallbacks:

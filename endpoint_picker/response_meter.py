@@ -1,8 +1,9 @@
-"""Counts the output tokens of a response that passes through, for tenants' limits and the fair queue."""
+"""Counts the output tokens of a response that passes through, and the time between them."""
 
 from __future__ import annotations
 
 import re
+import time
 
 TAIL_BYTES = 8192
 """Bytes at the end of a response that are searched for its usage."""
@@ -19,11 +20,15 @@ class ResponseMeter:
     def __init__(self) -> None:
         self._tail = b"\n"
         self._events = 0
+        self._first_at = self._last_at = 0.0
 
     def take(self, data: bytes) -> None:
         """Read the next part of the body."""
         seam = self._tail[1 - len(_EVENT) :] + data
-        self._events += seam.count(_EVENT)
+        if more := seam.count(_EVENT):
+            self._last_at = time.monotonic()
+            self._first_at = self._first_at or self._last_at
+            self._events += more
         self._tail = (self._tail + data)[-TAIL_BYTES:]
 
     @property
@@ -31,6 +36,11 @@ class ResponseMeter:
         """Return the output tokens so far."""
         found = _last(_OUTPUT, self._tail)
         return self._events if found is None else found
+
+    def itl_s(self, sequences: int) -> float:
+        """Return the mean seconds between the tokens of a stream of so many sequences; 0 if unknown."""
+        later = self.output / sequences - 1
+        return (self._last_at - self._first_at) / later if later > 0 else 0.0
 
     @property
     def cached(self) -> int | None:

@@ -11,7 +11,7 @@ RETRY_S = (1.0, 30.0)
 
 
 class TargetMissed(Overloaded):
-    """No node can meet the tenant's target now."""
+    """No node can meet the request's deadline or targets now: waiting would not help."""
 
 
 def no_nodes(model: str) -> NoNodes:
@@ -45,15 +45,14 @@ def full(drained_s: float) -> Overloaded:
 def too_slow(until_s: float) -> TargetMissed:
     """Return the error for a stream that no node can run within its target. until_s: until enough streams ended."""
     return TargetMissed(
-        "every decode node runs as many streams as it can without exceeding the tenant's target of the time between "
-        "tokens",
+        "every decode node runs as many streams as it can without exceeding the target of the time between tokens",
         retry_after=min(max(until_s, RETRY_S[0]), RETRY_S[1]),
     )
 
 
-def too_late(by_s: float) -> Overloaded:
+def too_late(by_s: float) -> TargetMissed:
     """Return the error for a request that would miss its deadline or target. by_s: seconds beyond it."""
-    return Overloaded(
-        "the queues are so long that this request would not start before its deadline or its tenant's target",
+    return TargetMissed(
+        "the queues are so long that this request would not start before its deadline or its target",
         retry_after=min(max(by_s, RETRY_S[0]), RETRY_S[1]),
     )

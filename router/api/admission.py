@@ -106,19 +106,16 @@ class AdmittedRequest:
         """Take over the context of the request that this one repeats or continues."""
         self.call = replaced(call, trace=self.call.trace)
 
-    def prefer(
-        self, body: TierFields, *, resumes: bool = False, sees_tokens: bool = True, session: str | None = None
-    ) -> RequestContext:
+    def prefer(self, body: TierFields, *, resumes: bool = False, session: str | None = None) -> RequestContext:
         """Set the request's session, its priority among its tenant's requests, and its targets; return its context.
 
         session: the body's name for it, which counts if no header has one. resumes: its client has read the beginning,
-        so that it has no targets. sees_tokens: the time between its tokens is measured here, so that it may have a
-        target."""
+        so that it has no targets."""
         call, tenant = self.call, self._meter.tenant
         is_background = call.is_background or body.is_background
         has_targets = not (is_background or resumes)
         first_by = call.arrival + 1e-3 * tenant.ttft_ms if tenant.ttft_ms and has_targets else inf
-        itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets and sees_tokens else inf
+        itl_s = 1e-3 * tenant.itl_ms if tenant.itl_ms and has_targets else inf
         tier = body.tier_used(is_background=is_background)
         priority = body.priority or call.priority or TIER_PRIORITY.get(tier, 0)
         name = call.session or session_name(call.tenant, session or "")

@@ -9,8 +9,10 @@ from pydantic_core import to_json
 
 DONE = b"data: [DONE]\n\n"
 """Last event of an OpenAI stream."""
-COMMENT = b": keep-alive\n\n"
-"""Comment, which parsers of events ignore."""
+COMMENT = b": keep-alive\n"
+"""Comment, which parsers of events ignore.
+
+No empty line follows: some clients read one as the end of an event without data once an event had an id."""
 
 
 def dump(value: Any) -> bytes:

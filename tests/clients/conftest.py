@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.load import load_text_model
+from tests.clients.dying_router import dying_router
 from tests.clients.environments import OUTCOMES, table
 from tests.clients.scripted_model import KEY, scripted_router
 from tests.engine_adapter.fleet import SERVED, fleet
@@ -82,6 +83,13 @@ def seeing() -> Iterator[dict[str, str]]:
             "CHECK_PICTURES": json.dumps(shown),
             "CHECK_SOUND": base64.b64encode(pictures.wav()).decode(),
         }
+
+
+@pytest.fixture(scope="session")
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where clients find a router that is killed while it computes, and another one behind the same gateway."""
+    with dying_router(tmp_path_factory.mktemp("dying")) as variables:
+        yield {**variables, "CHECK_SECONDS": "150"}
 
 
 @pytest.fixture(scope="session")

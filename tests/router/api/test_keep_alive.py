@@ -7,12 +7,14 @@ import time
 from typing import Any
 
 import pytest
+from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from kvferry.protocol.errors import NoNodes
 from kvferry.router.api import keep_alive
 from kvferry.router.api.keep_alive import KEEP_ALIVE_S, LOOK_S, KeepAlive
 from kvferry.router.api.responder import Responder
+from kvferry.router.api.sse import COMMENT, DONE
 from tests.api_parts import FakeCluster, says
 from tests.router_pair import CHAT, Exchange, Router, Shared, text_of, values
 from tests.waiting import until
@@ -69,6 +71,13 @@ async def test_nobody_else_gets_a_comment(more: dict[str, Any]) -> None:
         assert exchange.status == 0, "not before the first token"
         assert (await exchange.whole()).status == 200
         assert not exchange.comments
+
+
+def test_openai_s_client_reads_no_event_from_a_comment() -> None:
+    """It took the empty line behind one for an event without data, which is no JSON, once an event had an id."""
+    first, last = b'id: a:1\ndata: {"n": 1}\n\n', b'id: a:2\ndata: {"n": 2}\n\n'
+    parts = [COMMENT, first, COMMENT, COMMENT, last, COMMENT, DONE]
+    assert [each.data for each in SSEDecoder().iter_bytes(iter(parts))] == ['{"n": 1}', '{"n": 2}', "[DONE]"]
 
 
 async def test_a_busy_stream_gets_no_comment() -> None:

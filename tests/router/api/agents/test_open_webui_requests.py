@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api_parts import Api, FakeCluster, demo_text, error_of, events, says
+from kvferry.protocol.media import TRANSCRIPTION, MediaItem
+from kvferry.protocol.speech import SpeechPart
+from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
+from tests.api_parts import Api, FakeCluster, demo_text, error_of, events, ids_of, says
+from tests.router.media import pictures
 
 MODEL = "SmolLM2-135M-Instruct"
 HEADERS = {
     "authorization": "Bearer k",
     "content-type": "application/json",
+    "x-openwebui-auth-type": "jwt",
     "x-openwebui-user-name": "Ada",
     "x-openwebui-user-id": "5f2c",
     "x-openwebui-user-email": "ada@example.org",
@@ -103,3 +109,40 @@ async def test_an_error_has_a_message_to_show() -> None:
     answer = await posted(webui(), "chat/completions", messages=chat(), model="other")
     assert answer.status_code == 404
     assert "does not exist" in error_of(answer)["message"]
+
+
+async def test_pictures_are_parts_of_a_chat() -> None:
+    api = webui()
+    ids = tuple(ids_of("a prompt with a picture in it"))
+    api.cluster.media.takes = ("image",)
+    api.cluster.media.answers = [RenderedMedia(ids, PromptMedia((MediaItem("image", "hash", 1, 2, b"x"),), "fp"))]
+    part = {"type": "image_url", "image_url": {"url": pictures.data_url(pictures.png(), pictures.PNG)}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
+    assert (await posted(api, "chat/completions", messages=asked, stream=False)).status_code == 200
+    assert len(api.cluster.media.asked) == 1
+
+
+async def test_speech_comes_as_a_form_of_unknown_length_and_type() -> None:
+    """aiohttp writes it while the file is read."""
+    api = webui()
+    api.cluster.media.takes = (TRANSCRIPTION,)
+    api.cluster.media.speech = [SpeechPart(b'{"text":"hello"}', "application/json")]
+
+    async def form() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Disposition: form-data; name="model"\r\n\r\n'
+        yield MODEL.encode() + b"\r\n--b\r\nContent-Type: application/octet-stream\r\n"
+        yield b'Content-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+        for start in range(0, len(sound), 100):
+            yield sound[start : start + 100]
+        yield b"\r\n--b--\r\n"
+
+    sound = pictures.wav()
+    headers = {**HEADERS, "content-type": "multipart/form-data; boundary=b"}
+    answer = await api.http.post("/v1/audio/transcriptions", content=form(), headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {"text": "hello"})
+    assert api.cluster.media.heard[0].audio == sound
+
+
+async def test_a_client_of_its_messages_api_counts_tokens_with_the_same_body() -> None:
+    answer = await posted(webui(), "messages/count_tokens", messages=[{"role": "user", "content": "Hi"}], max_tokens=20)
+    assert answer.json()["input_tokens"] > 0
