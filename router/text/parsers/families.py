@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
-from kvferry.router.text.parsers import harmony
+from kvferry.router.text.parsers import harmony, hermes, mistral
 from kvferry.router.text.parsers.derived.derive import Derived
 from kvferry.router.text.parsers.derived.grammar import calls
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
@@ -32,6 +32,8 @@ CALLS: Mapping[str, type[CallParser]] = {
     "mistral": MistralParser,
     "pythonic": PythonicParser,
 }
+MARKERS_OF = {"hermes": hermes.BEGIN, "mistral": mistral.BEGIN}
+"""Texts that open calls anywhere, by family."""
 _THINK = (("<think>",), ("</think>",))
 REASONING: Mapping[str, Thinking] = {
     "deepseek_r1": Thinking(*_THINK, always=True),
@@ -106,6 +108,13 @@ class Dialect:
         if self.syntax is not None:
             return partial(SyntaxParser, self.syntax)
         return LedHermesParser if self.is_led else CALLS[self.family]
+
+    @property
+    def marker(self) -> str:
+        """Return the text behind which the grammar of calls bounds the output; empty if no text always does."""
+        if self.syntax is not None:
+            return self.syntax.marker if self.syntax.is_marked else ""
+        return MARKERS_OF.get(self.family, "")
 
     @property
     def written(self) -> ToolSyntax | None:

@@ -77,6 +77,6 @@ class LedHermesParser(HermesParser):
     def _opened(self, marker: str) -> None:
         if marker == BEGIN:
             super()._opened(marker)
-        else:
-            self._lead = ""
+        else:  # The grammar does not bound the reply.
+            self._lead = self._governed = ""
             self._leave()

@@ -17,8 +17,15 @@ class SyntaxParser(CallParser):
 
     `names` may map each tool's name to the JSON schema of its parameters, which gives the types of unquoted values."""
 
-    def __init__(self, syntax: ToolSyntax, names: Collection[str], *, patient: bool = False) -> None:
-        super().__init__(names, patient=patient)
+    def __init__(
+        self,
+        syntax: ToolSyntax,
+        names: Collection[str],
+        *,
+        patient: bool = False,
+        thoughts: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(names, patient=patient, thoughts=thoughts)
         self._syntax = syntax
         self._tools: Mapping[str, Any] = names if isinstance(names, Mapping) else dict.fromkeys(names)
         self._beginnings = _beginnings(syntax)
