@@ -13,13 +13,14 @@ from typing import Any
 from kvferry.router.text.parsers import hermes
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.parsers.rules import SPECIAL, Rules, Spell, either
-from kvferry.router.text.parsers.thought_grammar import thought
+from kvferry.router.text.parsers.thought_grammar import another_thought, thought
 from kvferry.structured_output import lark
 
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 """JSON schema keywords whose values are not schemas."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 """JSON schema keywords whose values map names to schemas."""
+_LINE = "\n"
 _OPEN = frozenset(
     ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
@@ -86,8 +87,12 @@ def grammar(
     rules = Rules(spell)
     calls = writer(rules, tools)
     one = rules.rule(either([f"{spell(head)} {rest}" if head else rest for head, rest in calls.calls]))
-    end = calls.closing if not parallel or calls.between is None else f"({calls.between} {one})* {calls.closing}"
     behind = spell(calls.opening) if calls.opening else ""
+    further = [] if not parallel or calls.between is None else [f"{calls.between} {one}"]
+    if further and calls.marker and thinking is not None and budget is None:
+        again = f"{lark.text(_LINE)}? {another_thought(rules, thinking)} {spell(calls.marker)}"
+        further.append(f"{calls.closing} {again} {behind} {one}")
+    end = f"{either(further)}* {calls.closing}" if further else calls.closing
     direct = f"{spell(calls.marker) if calls.marker else ''} {behind} {one} {end}"
     if forced:
         body = direct
