@@ -247,4 +247,5 @@ class ModelCluster:
         """Update the model's facts after the nodes changed."""
         if usable := self.model.usable:
             longest = min(group.max_model_len for group in usable)
-            self._info = ClusterInfo(usable[0].members[0].lease.model, longest)
+            fingerprints = tuple(sorted(group.fingerprint for group in usable))
+            self._info = ClusterInfo(usable[0].members[0].lease.model, longest, fingerprints)
