@@ -22,7 +22,7 @@ from kvferry.router.text.render_frames import (
     pack,
 )
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed
+from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed, takes_functions
 
 SMALL = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
@@ -61,7 +61,7 @@ class ChatTemplate:
         self._compiled = {name: compiled[text] for name, text in texts.items()} if compiled else {}
         names = [name for tree in trees.values() for name in tree.find_all(nodes.Name)]
         self.variables = frozenset(name.name for name in names if name.ctx == "load")
-        self.knows_tools = bool(self.variables & {"tools", XML_TOOLS})
+        self.knows_tools = bool(self.variables & {"tools", XML_TOOLS}) or takes_functions(self.variables)
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
         self.knows_calls = self.knows_tools or ("tool_calls" in self.source and "tool" in self.roles)
         self.cheap = self.cheap and self._renders_here()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvferry.model_files.template_language import strftime_now
 from kvferry.router.text.adaptations import RULES, SYSTEM_FIRST, Adaptation, Messages, adapted
 from kvferry.router.text.call_ids import IdForm, identified
 from kvferry.router.text.message_shaping import object_arguments, text_arguments
@@ -30,6 +31,8 @@ _TOOL = {
 }
 XML_TOOLS = "xml_tools"
 """Variable in which SmolLM3's templates look for tools."""
+FUNCTIONS = "functions"
+"""Variable in which templates without `tools` look for functions as JSON text, beside the date (firefunction)."""
 Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
 """Renders probes; returns None for those that the template refuses."""
 
@@ -48,6 +51,7 @@ class TemplateTraits:
 
     wants_parts     content is a list of parts, not a string
     takes_xml_tools the tools are also given in the variable xml_tools
+    takes_functions the functions are given as JSON text in the variable functions, and the date in datetime
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    the template shows a system message
     text_arguments  a call's arguments are JSON text, not an object
@@ -62,6 +66,7 @@ class TemplateTraits:
     wants_parts: bool = False
     wants_tools: bool = False
     takes_xml_tools: bool = False
+    takes_functions: bool = False
     takes_system: bool = False
     text_arguments: bool = False
     drops_calls: bool = False
@@ -81,6 +86,10 @@ class TemplateTraits:
 
     def tools(self, tools: Sequence[Any] | None) -> dict[str, Any]:
         """Return the variables that hold the tools."""
+        if self.takes_functions:
+            functions = [each.get("function", each) for each in tools or ()]
+            text = json.dumps(functions, indent=4, ensure_ascii=False)
+            return {FUNCTIONS: text, "datetime": strftime_now("%Y-%m-%d")}
         own = {XML_TOOLS: tools} if tools and self.takes_xml_tools else {}
         return {"tools": tools or ([] if self.wants_tools else None), **own}
 
@@ -92,7 +101,8 @@ class TemplateTraits:
 
 def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> TemplateTraits:
     """Return the traits of a template that reads these variables."""
-    traits = replace(_base(render), takes_xml_tools=XML_TOOLS in variables)
+    traits = _base(render, TemplateTraits(takes_functions=takes_functions(variables)))
+    traits = replace(traits, takes_xml_tools=XML_TOOLS in variables)
     if knows_calls:
         traits = _of_calls(render, traits)
     if EFFORT in variables:
@@ -100,9 +110,14 @@ def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> 
     return _with_rules(render, traits, knows_calls=knows_calls)
 
 
-def _base(render: Render) -> TemplateTraits:
+def takes_functions(variables: Collection[str]) -> bool:
+    """Return whether a template that reads these variables looks for functions in place of tools."""
+    return {FUNCTIONS, "datetime"} <= set(variables) and "tools" not in variables
+
+
+def _base(render: Render, traits: TemplateTraits) -> TemplateTraits:
     """Return the first form of content and tools with which the template shows a user's message."""
-    forms = [TemplateTraits(parts, tools) for tools in (False, True) for parts in (False, True)]
+    forms = [replace(traits, wants_parts=parts, wants_tools=tools) for tools in (False, True) for parts in (False, True)]
     user: Messages = [{"role": "user", "content": _PROBE}]
     shown = render([_probe(form, user) for form in forms])
     return next((form for form, text in zip(forms, shown, strict=True) if _shows(text, user)), forms[0])

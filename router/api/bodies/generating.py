@@ -184,7 +184,7 @@ class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, Gene
     def parsing(self, text: TextModel) -> Parsing:
         """Return the parsing of the output into reasoning, text and tool calls; raise InvalidRequest."""
         use, shown = self._use(), self.include_reasoning is not False
-        plain = use is None and text.thinking is None and not text.channels
+        plain = use is None and text.thinking is None and not text.channels and not text.is_framed
         if plain:
             return PLAIN
         stops = bool(self.stop or self.stop_token_ids)

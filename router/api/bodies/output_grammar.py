@@ -46,6 +46,9 @@ def parsing(text: TextModel, use: ToolUse | None, *, streams: bool, stops: bool,
             marker=(marker := text.dialect.marker if streams and not stops else ""),
             marker_id=text.tokenizer.library.token_to_id(marker) if marker else None,
         )
+    elif text.is_framed:
+        assert text.dialect is not None
+        calls = CallParsing(text.dialect.parser, {})
     marks = marks_of(text.dialect, text.thinking)
     return Parsing(text.thinking, calls, shown=shown, channels=text.channels, marks=marks)
 

@@ -151,10 +151,9 @@ class CallParser:
         markers = (*self.opens, *self.opens_first) if self._first else self.opens
         start = len(self._held) - len(self._held.lstrip()) if self._blank else 0
         if self._blank and self._count:
-            if self._held.startswith(self._thoughts, start):
-                self.paused = True
+            self.paused = self._held.startswith(self._thoughts, start)
+            if self.paused or (not self._ended and any(each.startswith(self._held[start:]) for each in self._thoughts)):
                 return False
-            markers += self._thoughts
         at, marker = self._next_marker(start)
         if marker:
             self._patient = self._patient and marker != self._governed
