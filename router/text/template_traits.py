@@ -117,7 +117,9 @@ def takes_functions(variables: Collection[str]) -> bool:
 
 def _base(render: Render, traits: TemplateTraits) -> TemplateTraits:
     """Return the first form of content and tools with which the template shows a user's message."""
-    forms = [replace(traits, wants_parts=parts, wants_tools=tools) for tools in (False, True) for parts in (False, True)]
+    forms = [
+        replace(traits, wants_parts=parts, wants_tools=tools) for tools in (False, True) for parts in (False, True)
+    ]
     user: Messages = [{"role": "user", "content": _PROBE}]
     shown = render([_probe(form, user) for form in forms])
     return next((form for form, text in zip(forms, shown, strict=True) if _shows(text, user)), forms[0])

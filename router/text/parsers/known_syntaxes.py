@@ -60,9 +60,7 @@ _KIMI_K3 = ToolSyntax(
         after_other="<|close|>argument<|sep|>",
         separator="",
     ),
-    frame=Frame(
-        begin="<|open|>response<|sep|>", end="<|close|>response<|sep|>", last="<|close|>message<|sep|>"
-    ),
+    frame=Frame(begin="<|open|>response<|sep|>", end="<|close|>response<|sep|>", last="<|close|>message<|sep|>"),
 )
 _KNOWN = {
     ">>>${recipient}": _FUNCTIONARY_3_2,

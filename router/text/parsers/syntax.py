@@ -107,10 +107,10 @@ def grammar(
         body = either([f"{answer or f'{lark.text(hermes.REPLY)} {rules.any()}'} {after} {last}", direct])
     elif calls.marker:
         begin = lark.text(frame.begin.removeprefix(frame.begun)) if frame.begun else ""
-        opened = f"{begin} {_up_to(rules, calls.marker, after)} {behind}"
-        options = [f"{begin} {rules.any()} {after} {last}", f"{opened} {one} {end}", *([direct] if begin else [])]
+        until = f"{begin} {_up_to(rules, calls.marker, after)} {behind}"
+        options = [f"{begin} {rules.any()} {after} {last}", f"{until} {one} {end}", *([direct] if begin else [])]
         if calls.reply:
-            options.append(f"{opened} {_begun(spell, calls.reply)} {calls.closing} {rules.any()}")
+            options.append(f"{until} {_begun(spell, calls.reply)} {calls.closing} {rules.any()}")
         body = either(options)
     else:
         heads = [(_lazy(rules, calls.opening + head), rest) for head, rest in calls.calls]

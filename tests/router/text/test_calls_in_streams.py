@@ -31,8 +31,14 @@ HERMES = '<tool_call>\n{"name": "get", "arguments": {"place": "São \\"X\\"\\n{1
 BY_HAND: Mapping[str, tuple[type[CallParser], str]] = {
     "hermes": (FAMILIES["hermes"], HERMES),
     "led": (LedHermesParser, HERMES),
-    "llama3_json": (FAMILIES["llama3_json"], '{"name": "get", "parameters": {"place": "São \\"X\\"\\n{1}", "days": 7}}'),
-    "mistral": (FAMILIES["mistral"], '[TOOL_CALLS] [{"name": "get", "arguments": {"place": "São \\"X\\"", "days": 7}}]'),
+    "llama3_json": (
+        FAMILIES["llama3_json"],
+        '{"name": "get", "parameters": {"place": "São \\"X\\"\\n{1}", "days": 7}}',
+    ),
+    "mistral": (
+        FAMILIES["mistral"],
+        '[TOOL_CALLS] [{"name": "get", "arguments": {"place": "São \\"X\\"", "days": 7}}]',
+    ),
     "mistral 2": (FAMILIES["mistral"], '[TOOL_CALLS]get[ARGS]{"place": "São \\"X\\"\\n{1}", "days": 7}'),
     "pythonic": (FAMILIES["pythonic"], "[get(place='São \"X\" (1)', days=7)]"),
 }
@@ -67,7 +73,10 @@ def test_a_malformed_call_is_text_in_a_stream(dialect: str, data: st.DataObject)
     """At any cut, a text is what it is as a whole answer: nothing of it is lost, and nothing comes twice."""
     call = call_of(dialect)
     at = data.draw(st.integers(0, len(call)))
-    size, more = data.draw(st.integers(0, 6)), data.draw(st.sampled_from(["", "x", '"', "'", "}", "]", ")", "<", "\n", ":"]))
+    size, more = (
+        data.draw(st.integers(0, 6)),
+        data.draw(st.sampled_from(["", "x", '"', "'", "}", "]", ")", "<", "\n", ":"])),
+    )
     alone = dialect in ("llama3_json", "pythonic", SINGLE)
     text = ("" if alone else BEFORE) + call[:at] + more + call[at + size :] + AFTER
     whole = read(parser_of(dialect)(patient=True), [text])

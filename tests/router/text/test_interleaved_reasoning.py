@@ -72,7 +72,9 @@ def test_reasoning_behind_calls_is_reasoning_at_any_cut(dialect: str, data: st.D
     ]  # fmt: skip
     assert whole[2] == ("reasoning", thought)
     assert whole[4:] == ([("reasoning", "Last."), ("text", answer)] if answer else [])
-    for patient, pieces in itertools.product((False, True), ([text[a:b] for a, b in itertools.pairwise(bounds)], [*text])):
+    for patient, pieces in itertools.product(
+        (False, True), ([text[a:b] for a, b in itertools.pairwise(bounds)], [*text])
+    ):
         assert parts(turn_of(dialect, patient=patient), pieces) == whole
 
 
@@ -110,7 +112,7 @@ def test_a_turn_says_when_tokens_may_be_reasoning() -> None:
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("family", ["hermes", "mistral"])
 def test_grammars_allow_reasoning_between_calls(family: str, marked: bool) -> None:
-    one = '[TOOL_CALLS]now[ARGS]{}' if (family, marked) == ("mistral", True) else CALL[family]
+    one = "[TOOL_CALLS]now[ARGS]{}" if (family, marked) == ("mistral", True) else CALL[family]
     two = f"{one}[TOOL_CALLS]now[ARGS]{{}}" if one.endswith("[ARGS]{}") else TWO[family]
     options: dict[str, Any] = {"marked": marked, "thinking": THINK}
     text = f"{one}<think>Hm.</think>\n{two}"

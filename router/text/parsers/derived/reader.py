@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.router.text.parsers.derived.argument_readers import ArgumentReader, reader_of
 from kvferry.router.text.parsers.derived.differences import first_unit
-from kvferry.router.text.parsers.derived.matching import NONE, match
+from kvferry.router.text.parsers.derived.matching import match
 from kvferry.router.text.parsers.derived.syntax import ToolSyntax, is_mark
 from kvferry.router.text.parsers.parsed_output import CallParser
 
@@ -56,13 +56,13 @@ class SyntaxParser(CallParser):
 
     def _read_head(self) -> bool:
         found = match(self._beginning, self._held, names=self._names)
-        text = match(begin, self._held) if (begin := self._frame.begin) else NONE
-        if text.found:
-            self._held, self._lead, self._begun = self._held[text.end :], "", 0
+        begin = self._frame.begin
+        if begin and self._held.startswith(begin):
+            self._held, self._lead, self._begun = self._held[len(begin) :], "", 0
             self._leave()
         elif found.found:
             self._begin(found.end, found.name)
-        elif (found.waits or text.waits) and not self._ended:
+        elif (found.waits or begin.startswith(self._held)) and not self._ended:
             return False
         else:
             self._refuse(max(1, len(first_unit(self._beginning))))
