@@ -14,6 +14,7 @@ from kvferry.model_files.template_language import environment
 from kvferry.protocol.errors import ConfigError, InvalidRequest, reason
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import cheap_environment, is_cheap
+from kvferry.router.text.function_variables import takes_functions
 from kvferry.router.text.parsers.derived.derive import Derived, Template, derive
 from kvferry.router.text.render_child import RenderChild
 from kvferry.router.text.render_frames import (
@@ -22,7 +23,7 @@ from kvferry.router.text.render_frames import (
     pack,
 )
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed, takes_functions
+from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed
 
 SMALL = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.model_files.template_language import strftime_now
 from kvferry.router.text.adaptations import RULES, SYSTEM_FIRST, Adaptation, Messages, adapted
 from kvferry.router.text.call_ids import IdForm, identified
-from kvferry.router.text.message_shaping import object_arguments, text_arguments
+from kvferry.router.text.function_variables import function_variables, takes_functions
+from kvferry.router.text.message_shaping import calls_apart, in_parts, object_arguments, text_arguments
 from kvferry.router.text.thinking_variables import EFFORT, EFFORTS
 
 _PROBE = "kvferry-probe"
@@ -31,8 +31,6 @@ _TOOL = {
 }
 XML_TOOLS = "xml_tools"
 """Variable in which SmolLM3's templates look for tools."""
-FUNCTIONS = "functions"
-"""Variable in which templates without `tools` look for functions as JSON text, beside the date (firefunction)."""
 Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
 """Renders probes; returns None for those that the template refuses."""
 
@@ -79,17 +77,15 @@ class TemplateTraits:
     def content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages with their content as the template expects it."""
         if self.null_content:
-            messages = [part for each in messages for part in _calls_apart(each)]
+            messages = [part for each in messages for part in calls_apart(each)]
         if not self.wants_parts:
             return list(messages)
-        return [each if each["content"] is None else _in_parts(each) for each in messages]
+        return [each if each["content"] is None else in_parts(each) for each in messages]
 
     def tools(self, tools: Sequence[Any] | None) -> dict[str, Any]:
         """Return the variables that hold the tools."""
         if self.takes_functions:
-            functions = [each.get("function", each) for each in tools or ()]
-            text = json.dumps(functions, indent=4, ensure_ascii=False)
-            return {FUNCTIONS: text, "datetime": strftime_now("%Y-%m-%d")}
+            return function_variables(tools or ())
         own = {XML_TOOLS: tools} if tools and self.takes_xml_tools else {}
         return {"tools": tools or ([] if self.wants_tools else None), **own}
 
@@ -108,11 +104,6 @@ def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> 
     if EFFORT in variables:
         traits = replace(traits, efforts=_efforts(render, traits))
     return _with_rules(render, traits, knows_calls=knows_calls)
-
-
-def takes_functions(variables: Collection[str]) -> bool:
-    """Return whether a template that reads these variables looks for functions in place of tools."""
-    return {FUNCTIONS, "datetime"} <= set(variables) and "tools" not in variables
 
 
 def _base(render: Render, traits: TemplateTraits) -> TemplateTraits:
@@ -248,17 +239,6 @@ def _shows(text: str | None, messages: Messages) -> bool:
 
 def _has_calls(messages: Messages) -> bool:
     return any(each.get("tool_calls") for each in messages)
-
-
-def _calls_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if not message.get("tool_calls"):
-        return [message]
-    content = {key: each for key, each in message.items() if key != "tool_calls"}
-    return [*([content] if content["content"] else []), {**message, "content": None}]
-
-
-def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _key(messages: Messages) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from kvferry.router.text.parsers import harmony, hermes, mistral
 from kvferry.router.text.parsers.derived.derive import Derived
 from kvferry.router.text.parsers.derived.grammar import calls
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
-from kvferry.router.text.parsers.derived.syntax import Frame, ToolSyntax
+from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.derived.verification import is_read
 from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
-from kvferry.router.text.parsers.known_syntaxes import HERMES, known_syntax
+from kvferry.router.text.parsers.known_syntaxes import HERMES, chosen_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
 from kvferry.router.text.parsers.parsed_output import CallParser
@@ -133,8 +133,6 @@ class Dialect:
 
 
 _CHANNELS = "<|channel|>analysis"
-_REPLY = "directly-answer"
-"""Tool by whose call Command-R+ says that it needs none."""
 
 
 @cache
@@ -153,9 +151,7 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
         return Dialect(DERIVED, own=knows_tools, syntax=derived.calls)
     if knows_tools and family is not None and _reads(family, derived):
         return Dialect(family, own=True)
-    syntax = derived.calls or known_syntax(template)
-    if syntax is not None and _REPLY in template:
-        syntax = replace(syntax, frame=Frame(reply=_REPLY))
+    syntax = chosen_syntax(derived.calls, template)
     if knows_tools and syntax is not None:
         return Dialect(DERIVED, own=True, syntax=syntax)
     return Dialect("hermes", own=False)

@@ -4,6 +4,8 @@ HERMES is also the syntax that `tool_prompt` requests from models whose template
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvferry.router.text.parsers.derived.syntax import ID, INDEX, NAME, Arguments, Envelope, Frame, ToolSyntax
 from kvferry.router.text.parsers.hermes import BEGIN, END
 
@@ -70,6 +72,14 @@ _KNOWN = {
     "<|tool_call|> followed by a JSON list": _GRANITE_3,
 }
 """Syntaxes by a text of the models' templates."""
+_REPLY = "directly-answer"
+"""Tool by whose call Command-R+ says that it needs none."""
+
+
+def chosen_syntax(derived: ToolSyntax | None, template: str) -> ToolSyntax | None:
+    """Return the syntax that the template revealed, or else the known one of its model."""
+    syntax = derived or known_syntax(template)
+    return replace(syntax, frame=Frame(reply=_REPLY)) if syntax is not None and _REPLY in template else syntax
 
 
 def known_syntax(template: str) -> ToolSyntax | None:

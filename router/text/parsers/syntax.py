@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.router.text.parsers import hermes
-from kvferry.router.text.parsers.derived.syntax import Frame
+from kvferry.router.text.parsers.derived.syntax import UNFRAMED, Frame
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.parsers.rules import SPECIAL, Rules, Spell, either, is_token
 from kvferry.router.text.parsers.thought_grammar import another_thought, thought
@@ -59,7 +59,7 @@ class Calls:
     calls: Sequence[tuple[str, str]]
     between: str | None
     closing: str
-    frame: Frame = Frame()
+    frame: Frame = UNFRAMED
     reply: Sequence[tuple[str, str]] = ()
 
 

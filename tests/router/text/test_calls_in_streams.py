@@ -103,7 +103,7 @@ def test_a_call_that_a_grammar_bounds_is_shown_as_it_comes(dialect: str) -> None
     for governed in (False, True):
         parser = parser_of(dialect)(patient=True)
         if governed:
-            parser.govern(syntax(dialect).marker if dialect in FORMS else MARKERS_OF[dialect.split()[0]])
+            parser.govern(syntax(dialect).marker if dialect in FORMS else MARKERS_OF[dialect.split(maxsplit=1)[0]])
         deltas = merged(parser.feed(begun).calls)
         assert [(delta.name, "São" in delta.arguments) for delta in deltas] == [("get", True)] * governed
         deltas += parser.feed(call[len(begun) :]).calls

@@ -44,7 +44,8 @@ TEMPLATES = {
     "firefunction": "{{ functions }} Today is {{ datetime }}." + SHOWS + "{% if m.tool_calls %} functools["
     "{% for c in m.tool_calls %}" + CALL + "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}<|end|>{% endfor %}",
     "command": "{{ tools }}Use the `directly-answer` tool if calling the other tools is unnecessary." + SHOWS
-    + "{% if m.tool_calls %}\nAction:\n```json\n[{% for c in m.tool_calls %}    " + ACTION + "{{ ',' if not loop.last }}"
+    + "{% if m.tool_calls %}\nAction:\n```json\n[{% for c in m.tool_calls %}    " + ACTION
+    + "{{ ',' if not loop.last }}"
     "{% endfor %}]```{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
 }  # fmt: skip
 NOTHING = "<|open|>tools<|sep|>"

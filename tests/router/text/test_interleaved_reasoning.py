@@ -16,7 +16,7 @@ from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.transcript import Found
 from tests.router.text.derived.small_templates import CALLS as FORMS
-from tests.router.text.derived.small_templates import SCHEMAS, SINGLE, written
+from tests.router.text.derived.small_templates import written
 from tests.router.text.test_calls_in_streams import BY_HAND, call_of, parser_of
 from tests.router.text.test_tool_grammars import CALL, TWO, accepts
 from tests.router.text.test_tool_grammars import written as grammar_of

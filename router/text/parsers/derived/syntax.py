@@ -95,6 +95,10 @@ class Frame:
     reply: str = ""
 
 
+UNFRAMED = Frame()
+"""No marks around text."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
     """A model's syntax of tool calls.
@@ -118,7 +122,7 @@ class ToolSyntax:
     envelope: Envelope | None = None
     arguments: Arguments | None = None
     id_length: int = 0
-    frame: Frame = Frame()
+    frame: Frame = UNFRAMED
 
     @property
     def form(self) -> Form:
