@@ -68,5 +68,5 @@ class Memory(BlockPool):
         if self.take(owner, hashes, len(hashes), keep=self.num_blocks // COPY_KEPT) is None:
             return False
         self.fill(owner, hashes)
-        self.release(owner)
+        self.release_chain(owner)
         return True

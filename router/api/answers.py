@@ -98,6 +98,7 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str = Field(description="names the configuration of model, nodes and parsers")
     service_tier: str = Field(default="", description="the tier that was used, if the request names one")
     prompt_logprobs: list[dict[str, Any] | None] = Field(default=[], description="with prompt_logprobs")
     prompt_token_ids: list[int] = Field(default=[], description="with return_token_ids")
@@ -112,6 +113,7 @@ class CompletionAnswer(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    system_fingerprint: str = Field(description="names the configuration of model, nodes and parsers")
     service_tier: str = Field(default="", description="the tier that was used, if the request names one")
 
 
@@ -136,19 +138,27 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class TokenPiece(BaseModel):
+    """Token with its text, or with its bytes where those are no text."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokens(BaseModel):
     """Token ids of a text."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: list[str] | None
 
 
 class Text(BaseModel):
-    """Text of token ids."""
+    """Text of token ids, under the names of vLLM (`prompt`) and llama.cpp (`content`)."""
 
     prompt: str
+    content: str
 
 
 class TokenizerInfo(BaseModel):

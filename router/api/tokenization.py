@@ -1,4 +1,6 @@
-"""Handlers of /tokenize, /detokenize and /tokenizer_info in vLLM's format; their routes are in tokenization_routes."""
+"""Handlers of /tokenize and /detokenize in vLLM's and llama.cpp's formats, and of /tokenizer_info.
+
+Their routes are in tokenization_routes."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 
 from pydantic import StrictBool
 
+from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.chat_prompt import ChatPrompt
 from kvferry.router.api.bodies.fields import Detokenized, Messages
@@ -17,17 +20,27 @@ from kvferry.router.text.encoding import LONG_CHARS, Bound
 
 
 class TokenizeBody(ChatPrompt):
-    """Body of POST /tokenize: a prompt, or messages to render first."""
+    """Body of POST /tokenize: a prompt, or messages to render first; in llama.cpp's format, `content`.
+
+    With content, special tokens are added if `add_special`, and `with_pieces` shows the text of each token."""
 
     prompt: str | None = None
     messages: Messages | None = None
+    content: str | None = None
     add_special_tokens: StrictBool | None = None
+    add_special: StrictBool | None = False
+    parse_special: StrictBool | None = True
+    with_pieces: StrictBool | None = False
     return_token_strs: StrictBool | None = False
 
     def check(self) -> None:
-        """Raise InvalidRequest unless exactly one of prompt and messages is given."""
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("give either prompt or messages", param="prompt")
+        """Raise InvalidRequest unless exactly one text is given, and for what no tokenizer here can do."""
+        if [self.prompt, self.messages, self.content].count(None) != 2:
+            raise InvalidRequest("give one of prompt, messages and content", param="prompt")
+        if self.parse_special is False:
+            raise InvalidRequest(
+                "parse_special must be true: special tokens within the text are always tokens", param="parse_special"
+            )
 
 
 class DetokenizeBody(RequestBody):
@@ -42,6 +55,8 @@ async def tokenize(pools: ServedModels, data: bytes, tenant: str) -> dict[str, A
     pool = pools.pool(body.model)
     if body.prompt is not None:
         field, text, marked = "prompt", body.prompt, body.add_special_tokens is not False
+    elif body.content is not None:
+        field, text, marked = "content", body.content, bool(body.add_special)
     else:
         asked = await pool.encoder.beside(body.rendering, pool.text, body.messages or [], body.tools)
         text = await pool.renderer.render(asked, tenant)
@@ -51,9 +66,18 @@ async def tokenize(pools: ServedModels, data: bytes, tenant: str) -> dict[str, A
     return {
         "count": len(tokens),
         "max_model_len": pool.max_model_len,
-        "tokens": tokens,
+        "tokens": [_piece(pool.text.tokenizer, token) for token in tokens] if body.with_pieces else tokens,
         "token_strs": [pool.text.tokenizer.token(token) for token in tokens] if body.return_token_strs else None,
     }
+
+
+def _piece(tokenizer: TextTokenizer, token: int) -> dict[str, Any]:
+    """Return a token's id and text, or its bytes where those are no text."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return {"id": token, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(data)}
 
 
 def describe(pools: ServedModels) -> dict[str, Any]:
@@ -76,4 +100,5 @@ async def detokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
     pool.check_ids(body.tokens, "tokens")
     decode = partial(pool.text.tokenizer.decode, skip_special_tokens=False)
     long = len(body.tokens) >= LONG_CHARS
-    return {"prompt": await pool.encoder.beside(decode, body.tokens) if long else decode(body.tokens)}
+    text = await pool.encoder.beside(decode, body.tokens) if long else decode(body.tokens)
+    return {"prompt": text, "content": text}

@@ -150,10 +150,13 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """Facts that hold for every node of a model."""
+    """Facts that hold for every node of a model.
+
+    fingerprints: those of its usable nodes, in order; see `router.nodes.model_nodes`"""
 
     model: str
     max_model_len: int
+    fingerprints: tuple[str, ...] = ()
 
 
 class Adapters(Protocol):

@@ -244,7 +244,7 @@ class ModelCluster:
         return self.nodes.entries[(lease.node_id, lease.epoch)] if lease else None
 
     def _follow(self) -> None:
-        """Update the model's facts after the nodes changed."""
-        if usable := self.model.usable:
+        if usable := self.model.usable:  # The nodes changed.
             longest = min(group.max_model_len for group in usable)
-            self._info = ClusterInfo(usable[0].members[0].lease.model, longest)
+            told = sorted(group.fingerprint for group in usable)
+            self._info = ClusterInfo(usable[0].members[0].lease.model, longest, tuple(told))

@@ -92,3 +92,16 @@ def _written_call(call: Any) -> Any:
         return call
     arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def calls_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a message with its calls in a message of their own, without content."""
+    if not message.get("tool_calls"):
+        return [message]
+    content = {key: each for key, each in message.items() if key != "tool_calls"}
+    return [*([content] if content["content"] else []), {**message, "content": None}]
+
+
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its content as a list of parts."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}

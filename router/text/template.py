@@ -14,6 +14,7 @@ from kvferry.model_files.template_language import environment
 from kvferry.protocol.errors import ConfigError, InvalidRequest, reason
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import cheap_environment, is_cheap
+from kvferry.router.text.function_variables import takes_functions
 from kvferry.router.text.parsers.derived.derive import Derived, Template, derive
 from kvferry.router.text.render_child import RenderChild
 from kvferry.router.text.render_frames import (
@@ -61,7 +62,7 @@ class ChatTemplate:
         self._compiled = {name: compiled[text] for name, text in texts.items()} if compiled else {}
         names = [name for tree in trees.values() for name in tree.find_all(nodes.Name)]
         self.variables = frozenset(name.name for name in names if name.ctx == "load")
-        self.knows_tools = bool(self.variables & {"tools", XML_TOOLS})
+        self.knows_tools = bool(self.variables & {"tools", XML_TOOLS}) or takes_functions(self.variables)
         self.roles = frozenset[str]().union(*map(_roles, trees.values()))
         self.knows_calls = self.knows_tools or ("tool_calls" in self.source and "tool" in self.roles)
         self.cheap = self.cheap and self._renders_here()

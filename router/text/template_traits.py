@@ -9,7 +9,8 @@ from typing import Any
 
 from kvferry.router.text.adaptations import RULES, SYSTEM_FIRST, Adaptation, Messages, adapted
 from kvferry.router.text.call_ids import IdForm, identified
-from kvferry.router.text.message_shaping import object_arguments, text_arguments
+from kvferry.router.text.function_variables import function_variables, takes_functions
+from kvferry.router.text.message_shaping import calls_apart, in_parts, object_arguments, text_arguments
 from kvferry.router.text.thinking_variables import EFFORT, EFFORTS
 
 _PROBE = "kvferry-probe"
@@ -48,6 +49,7 @@ class TemplateTraits:
 
     wants_parts     content is a list of parts, not a string
     takes_xml_tools the tools are also given in the variable xml_tools
+    takes_functions the functions are given as JSON text in the variable functions, and the date in datetime
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    the template shows a system message
     text_arguments  a call's arguments are JSON text, not an object
@@ -62,6 +64,7 @@ class TemplateTraits:
     wants_parts: bool = False
     wants_tools: bool = False
     takes_xml_tools: bool = False
+    takes_functions: bool = False
     takes_system: bool = False
     text_arguments: bool = False
     drops_calls: bool = False
@@ -74,13 +77,15 @@ class TemplateTraits:
     def content(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return messages with their content as the template expects it."""
         if self.null_content:
-            messages = [part for each in messages for part in _calls_apart(each)]
+            messages = [part for each in messages for part in calls_apart(each)]
         if not self.wants_parts:
             return list(messages)
-        return [each if each["content"] is None else _in_parts(each) for each in messages]
+        return [each if each["content"] is None else in_parts(each) for each in messages]
 
     def tools(self, tools: Sequence[Any] | None) -> dict[str, Any]:
         """Return the variables that hold the tools."""
+        if self.takes_functions:
+            return function_variables(tools or ())
         own = {XML_TOOLS: tools} if tools and self.takes_xml_tools else {}
         return {"tools": tools or ([] if self.wants_tools else None), **own}
 
@@ -92,7 +97,8 @@ class TemplateTraits:
 
 def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> TemplateTraits:
     """Return the traits of a template that reads these variables."""
-    traits = replace(_base(render), takes_xml_tools=XML_TOOLS in variables)
+    traits = _base(render, TemplateTraits(takes_functions=takes_functions(variables)))
+    traits = replace(traits, takes_xml_tools=XML_TOOLS in variables)
     if knows_calls:
         traits = _of_calls(render, traits)
     if EFFORT in variables:
@@ -100,9 +106,11 @@ def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> 
     return _with_rules(render, traits, knows_calls=knows_calls)
 
 
-def _base(render: Render) -> TemplateTraits:
+def _base(render: Render, traits: TemplateTraits) -> TemplateTraits:
     """Return the first form of content and tools with which the template shows a user's message."""
-    forms = [TemplateTraits(parts, tools) for tools in (False, True) for parts in (False, True)]
+    forms = [
+        replace(traits, wants_parts=parts, wants_tools=tools) for tools in (False, True) for parts in (False, True)
+    ]
     user: Messages = [{"role": "user", "content": _PROBE}]
     shown = render([_probe(form, user) for form in forms])
     return next((form for form, text in zip(forms, shown, strict=True) if _shows(text, user)), forms[0])
@@ -231,17 +239,6 @@ def _shows(text: str | None, messages: Messages) -> bool:
 
 def _has_calls(messages: Messages) -> bool:
     return any(each.get("tool_calls") for each in messages)
-
-
-def _calls_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    if not message.get("tool_calls"):
-        return [message]
-    content = {key: each for key, each in message.items() if key != "tool_calls"}
-    return [*([content] if content["content"] else []), {**message, "content": None}]
-
-
-def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _key(messages: Messages) -> str:

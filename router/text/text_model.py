@@ -15,6 +15,7 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.text.adaptations import Adaptation, adapted
 from kvferry.router.text.harmony_history import channelled, described
 from kvferry.router.text.message_shaping import Message, has_tools, object_arguments, shaped
+from kvferry.router.text.parsers.derived.syntax import UNFRAMED
 from kvferry.router.text.parsers.derived.writing import calls_in_content
 from kvferry.router.text.parsers.families import AUTO, Dialect, dialect, has_channels, thinking
 from kvferry.router.text.parsers.reasoning import Thinking
@@ -63,6 +64,12 @@ class TextModel:
         if template is None:
             return thinking(self.reasoning_parser, None)
         return thinking(self.reasoning_parser, template.source, template.derived.thinking)
+
+    @property
+    def is_framed(self) -> bool:
+        """Return whether there are marks around the text of its outputs."""
+        dialect = self.dialect
+        return dialect is not None and dialect.syntax is not None and dialect.syntax.frame != UNFRAMED
 
     @property
     def channels(self) -> bool:

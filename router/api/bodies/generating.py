@@ -184,8 +184,11 @@ class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, Gene
     def parsing(self, text: TextModel) -> Parsing:
         """Return the parsing of the output into reasoning, text and tool calls; raise InvalidRequest."""
         use, shown = self._use(), self.include_reasoning is not False
-        plain = use is None and text.thinking is None and not text.channels
-        return PLAIN if plain else parsing(text, use, patient=not self.stream, shown=shown)
+        plain = use is None and text.thinking is None and not text.channels and not text.is_framed
+        if plain:
+            return PLAIN
+        stops = bool(self.stop or self.stop_token_ids)
+        return parsing(text, use, streams=bool(self.stream), stops=stops, shown=shown)
 
     def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
         """Return the grammar of the output, including tool calls and reasoning; raise InvalidRequest."""

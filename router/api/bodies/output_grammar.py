@@ -24,8 +24,11 @@ BUDGET = "thinking_token_budget"
 """Field that bounds the reasoning."""
 
 
-def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool = True) -> Parsing:
-    """Return the parsing of a model's output, with reasoning if `shown`; raise InvalidRequest."""
+def parsing(text: TextModel, use: ToolUse | None, *, streams: bool, stops: bool, shown: bool = True) -> Parsing:
+    """Return the parsing of a model's output, with reasoning if `shown`; raise InvalidRequest.
+
+    `streams`: the output is shown as it comes. A call is shown before it is complete only if the grammar of `bounded`
+    has begun to bound it, and so not if the client `stops` the output at tokens or texts of its own."""
     calls = None
     if use is not None:
         if text.dialect is None:
@@ -35,7 +38,17 @@ def parsing(text: TextModel, use: ToolUse | None, *, patient: bool, shown: bool 
                 param=use.field,
             )
         schemas = {tool.name: tool.parameters for tool in use.tools}
-        calls = CallParsing(text.dialect.parser, schemas, patient=patient, named=use.named)
+        calls = CallParsing(
+            text.dialect.parser,
+            schemas,
+            patient=not streams or (not use.forced and (stops or not text.channels)),
+            named=use.named,
+            marker=(marker := text.dialect.marker if streams and not stops else ""),
+            marker_id=text.tokenizer.library.token_to_id(marker) if marker else None,
+        )
+    elif text.is_framed:
+        assert text.dialect is not None
+        calls = CallParsing(text.dialect.parser, {})
     marks = marks_of(text.dialect, text.thinking)
     return Parsing(text.thinking, calls, shown=shown, channels=text.channels, marks=marks)
 

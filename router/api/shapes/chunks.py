@@ -38,7 +38,12 @@ class ChunkAnswer(Answer):
         options = body.stream_options
         self._shown = body.n or 1
         self._shape = shape
-        self._base = {"id": f"{shape.id_prefix}-{call.id}", "created": call.identity.created, "model": shape.model}
+        self._base = {
+            "id": f"{shape.id_prefix}-{call.id}",
+            "created": call.identity.created,
+            "model": shape.model,
+            "system_fingerprint": shape.fingerprint,
+        }
         if body.service_tier is not None:
             self._base["service_tier"] = body.tier_used(is_background=call.is_background)
         self._usage = bool(options and options.include_usage)

@@ -13,6 +13,7 @@ from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.logprobs import LogprobWriter
+from kvferry.router.api.shapes.system_fingerprint import system_fingerprint
 from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
@@ -62,6 +63,7 @@ class Shape(Generic[AnyBody]):
     def __init__(self, pool: ServedModel, body: AnyBody, generation: Generation) -> None:
         self.body = body
         self.model = pool.name
+        self.fingerprint = system_fingerprint(pool)
         self.tokenizer = pool.text.tokenizer
         self.generation = generation
         self.top = body.top()

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
-from kvferry.router.text.parsers import harmony
+from kvferry.router.text.parsers import harmony, hermes, mistral
 from kvferry.router.text.parsers.derived.derive import Derived
 from kvferry.router.text.parsers.derived.grammar import calls
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
@@ -17,7 +17,7 @@ from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.derived.verification import is_read
 from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
-from kvferry.router.text.parsers.known_syntaxes import HERMES, known_syntax
+from kvferry.router.text.parsers.known_syntaxes import HERMES, chosen_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
 from kvferry.router.text.parsers.parsed_output import CallParser
@@ -32,6 +32,8 @@ CALLS: Mapping[str, type[CallParser]] = {
     "mistral": MistralParser,
     "pythonic": PythonicParser,
 }
+MARKERS_OF = {"hermes": hermes.BEGIN, "mistral": mistral.BEGIN}
+"""Texts that open calls anywhere, by family."""
 _THINK = (("<think>",), ("</think>",))
 REASONING: Mapping[str, Thinking] = {
     "deepseek_r1": Thinking(*_THINK, always=True),
@@ -108,6 +110,13 @@ class Dialect:
         return LedHermesParser if self.is_led else CALLS[self.family]
 
     @property
+    def marker(self) -> str:
+        """Return the text behind which the grammar of calls bounds the output; empty if no text always does."""
+        if self.syntax is not None:
+            return self.syntax.marker if self.syntax.is_marked else ""
+        return MARKERS_OF.get(self.family, "")
+
+    @property
     def written(self) -> ToolSyntax | None:
         """Return the syntax of calls that a template drops from earlier answers; None if it is not known."""
         return HERMES if self.family == "hermes" else self.syntax
@@ -142,7 +151,7 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
         return Dialect(DERIVED, own=knows_tools, syntax=derived.calls)
     if knows_tools and family is not None and _reads(family, derived):
         return Dialect(family, own=True)
-    syntax = derived.calls if derived.shows_calls else known_syntax(template)
+    syntax = chosen_syntax(derived.calls, template)
     if knows_tools and syntax is not None:
         return Dialect(DERIVED, own=True, syntax=syntax)
     return Dialect("hermes", own=False)

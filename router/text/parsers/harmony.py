@@ -86,6 +86,9 @@ class HarmonyParser:
     def thinks(self) -> bool:
         return self._head is None and self._kind == "reasoning"
 
+    def govern(self, marker: str) -> None:
+        """Do nothing: calls have no marker of their own here."""
+
     def feed(self, text: str) -> list[Found]:
         for part in _MARK.split(text):
             if _MARK.fullmatch(part):

@@ -60,8 +60,10 @@ class HermesParser(ObjectParser):
         rest = self._held.lstrip()
         if rest.startswith(END):
             self._held = rest[len(END) :]
-        elif END.startswith(rest) and not self._ended:
-            return False
+        elif END.startswith(rest):
+            if not self._ended:
+                return False
+            self._held = ""
         self._leave()
         return True
 
@@ -77,6 +79,6 @@ class LedHermesParser(HermesParser):
     def _opened(self, marker: str) -> None:
         if marker == BEGIN:
             super()._opened(marker)
-        else:
-            self._lead = ""
+        else:  # The grammar does not bound the reply.
+            self._lead = self._governed = ""
             self._leave()

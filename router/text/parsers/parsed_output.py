@@ -1,4 +1,4 @@
-"""CallParser: base of the tool-call parsers, which passes text through until a marker opens a call; Parser protocol."""
+"""CallParser: base of the tool-call parsers, which passes text through until a marker opens a call."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from typing import Protocol
 from kvferry.router.text.transcript import CallDelta, Found
 
 _ALPHABET = string.ascii_letters + string.digits
-
-
-class Parser(Protocol):
-    """Incremental parser whose concatenated results depend on the text alone, not on its cuts.
-
-    It never raises. It holds text back only while it may become a call; `finish` returns the rest."""
-
-    def feed(self, text: str) -> Found:
-        """Parse more text and return what was found."""
-
-    def finish(self, *, is_whole: bool = False) -> Found:
-        """End the text and return the rest. is_whole: the model itself ended it, so that an open call is malformed."""
 
 
 class ReadCall(Protocol):
@@ -60,12 +48,17 @@ def derived_id(like: str, request: str, index: int) -> str:
 class CallParser:
     """Base of the families' parsers: passes text through until a marker opens a call, which the family reads.
 
+    The concatenated results depend on the text alone, not on its cuts. It never raises. It holds text back only while
+    it may become a call.
+
     opens        markers that open calls anywhere
-    opens_first  markers that open calls at the beginning of the output only
+    opens_first  markers that open calls at the beginning of the output, or behind reasoning between calls
     id_len       length of call ids; 0: ids like OpenAI's
+    paused       reasoning has begun behind a call; `resume` returns the unread text
 
     `names` are the tools that may be called; a call of another is text. `patient`: a call is shown once complete, and
     as text if malformed. Otherwise its arguments are shown as they arrive, and text after them is ordinary text.
+    `thoughts`: marks with which reasoning begins.
 
     Families use `_held` (unread text), `_say` and `_call` (results), and `_leave` (return to text). `_read_call` is
     called while a call is open and returns whether it made progress; False means that it needs more text."""
@@ -74,34 +67,51 @@ class CallParser:
     opens_first: tuple[str, ...] = ()
     id_len: int = 0
 
-    def __init__(self, names: Collection[str], *, patient: bool = False) -> None:
+    def __init__(self, names: Collection[str], *, patient: bool = False, thoughts: tuple[str, ...] = ()) -> None:
         self._names = frozenset(names)
-        self._patient = patient
+        self._patient, self._thoughts = patient, thoughts
+        self._governed = ""
+        self.paused = False
         self._held = ""
         self._ended = self._whole = False
         self._inside = False
         self._blank = True
         """True while only blanks were read since the beginning or the last call; they are not shown yet."""
         self._first = True
-        """True while only blanks were read."""
+        """True while only blanks were read, in all or behind reasoning."""
         self._lead = ""
         """Blanks before a possible call, shown if it is none."""
         self._text: list[str] = []
         self._calls: dict[int, CallDelta] = {}
         self._count = 0
 
+    @property
+    def may_pause(self) -> bool:
+        """Return whether reasoning may follow a call that has begun."""
+        return bool(self._thoughts) and (self._inside or self._count > 0)
+
+    def govern(self, marker: str) -> None:
+        """Take note that a grammar bounds the output behind the next such marker, so that no call is malformed."""
+        self._governed = marker
+
+    def resume(self) -> str:
+        """Return the unread text, which begins with reasoning; go on with the text behind the reasoning."""
+        rest, self._held = self._held.lstrip(), ""
+        self.paused, self._first = False, True
+        return rest
+
     def feed(self, text: str) -> Found:
-        """Parse more text; see Parser.feed."""
+        """Parse more text and return what was found."""
         self._held += text
-        while self._read_call() if self._inside else self._read_text():
+        while not self.paused and (self._read_call() if self._inside else self._read_text()):
             pass
         return self._found()
 
     def finish(self, *, is_whole: bool = False) -> Found:
-        """End the text; see Parser.finish."""
+        """End the text and return the rest. is_whole: the model itself ended it, so that an open call is malformed."""
         self._ended, self._whole = True, is_whole
         found = self.feed("")
-        if not self._held or (self._count and not self._held.strip()):
+        if self.paused or not self._held or (self._count and not self._held.strip()):
             return found
         return Found(found.text + self._held, calls=found.calls)
 
@@ -140,8 +150,13 @@ class CallParser:
     def _read_text(self) -> bool:
         markers = (*self.opens, *self.opens_first) if self._first else self.opens
         start = len(self._held) - len(self._held.lstrip()) if self._blank else 0
+        if self._blank and self._count:
+            self.paused = self._held.startswith(self._thoughts, start)
+            if self.paused or (not self._ended and any(each.startswith(self._held[start:]) for each in self._thoughts)):
+                return False
         at, marker = self._next_marker(start)
         if marker:
+            self._patient = self._patient and marker != self._governed
             if at > start:
                 self._say(self._held[:at])
             else:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from kvferry.router.text.parsers.parsed_output import Parser
+from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.reasoning import ReasoningParser
 from kvferry.router.text.transcript import Found
 
 
 class Reader(Protocol):
-    """Incremental reader like Parser, but one text may yield several parts in order."""
+    """Incremental reader like CallParser, but one text may yield several parts in order."""
 
     @property
     def thinks(self) -> bool:
@@ -21,19 +21,22 @@ class Reader(Protocol):
     def may_think(self) -> bool:
         """Return whether the next text is or may be reasoning."""
 
+    def govern(self, marker: str) -> None:
+        """Take note that a grammar bounds the output behind the next such marker; see CallParser.govern."""
+
     def feed(self, text: str) -> list[Found]:
         """Parse more text and return the parts found."""
 
     def finish(self, *, is_whole: bool = False) -> list[Found]:
-        """End the text and return the remaining parts. See Parser.finish."""
+        """End the text and return the remaining parts. See CallParser.finish."""
 
 
 class Turn:
-    """Reader of reasoning, then text with calls; either parser may be missing.
+    """Reader of reasoning, then text with calls, with more reasoning behind calls; either parser may be missing.
 
     Implements `router.text.parsers.reader.Reader`."""
 
-    def __init__(self, thought: ReasoningParser | None, calls: Parser | None) -> None:
+    def __init__(self, thought: ReasoningParser | None, calls: CallParser | None) -> None:
         self._thought, self._calls = thought, calls
 
     @property
@@ -42,19 +45,42 @@ class Turn:
 
     @property
     def may_think(self) -> bool:
-        return self._thought is not None and self._thought.open
+        may_follow = self._calls is not None and self._calls.may_pause
+        return may_follow or (self._thought is not None and self._thought.open)
+
+    def govern(self, marker: str) -> None:
+        if self._calls is not None:
+            self._calls.govern(marker)
 
     def feed(self, text: str) -> list[Found]:
-        reasoning = ""
-        if self._thought is not None:
-            before = self._thought.feed(text)
-            text, reasoning = before.text, before.reasoning
-        if self._calls is None:
-            return [Found(text, reasoning)]
-        return [replace(self._calls.feed(text), reasoning=reasoning)]
+        found, reasoning = list[Found](), ""
+        while True:
+            if self._thought is not None:
+                before = self._thought.feed(text)
+                text, reasoning = before.text, before.reasoning
+            if self._calls is None:
+                return [Found(text, reasoning)]
+            found.append(replace(self._calls.feed(text), reasoning=reasoning))
+            if not self._calls.paused:
+                return found
+            text = self._think_again()
 
     def finish(self, *, is_whole: bool = False) -> list[Found]:
-        before = Found() if self._thought is None else self._thought.finish()
-        if self._calls is None:
-            return [before]
-        return [Found(reasoning=before.reasoning), self._calls.feed(before.text), self._calls.finish(is_whole=is_whole)]
+        found = list[Found]()
+        while True:
+            before = Found() if self._thought is None else self._thought.finish()
+            if self._calls is None:
+                return [before]
+            found.append(replace(self._calls.feed(before.text), reasoning=before.reasoning))
+            if not self._calls.paused:
+                found.append(self._calls.finish(is_whole=is_whole))
+            if not self._calls.paused:
+                return found
+            found += self.feed(self._think_again())
+
+    def _think_again(self) -> str:
+        """Begin another reasoning; return the text that begins with it."""
+        assert self._thought is not None
+        assert self._calls is not None
+        self._thought = self._thought.again()
+        return self._calls.resume()

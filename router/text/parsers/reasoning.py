@@ -36,6 +36,10 @@ class ReasoningParser:
         self._told = False
         """True once some reasoning was shown."""
 
+    def again(self) -> ReasoningParser:
+        """Return a new parser with the same marks."""
+        return ReasoningParser(self._thinking, opened=False)
+
     @property
     def inside(self) -> bool:
         """Return whether reasoning has begun and not ended."""

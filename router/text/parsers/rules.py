@@ -48,10 +48,10 @@ class Rules:
     def up_to(self, marker: str) -> str:
         """Return an expression for free text up to and including the first such marker."""
         spelled = self.spell(marker)
-        if (found := re.search(rf"(?<= ){SPECIAL}", spelled)) is not None:
-            return self._up_to_token(json.loads(spelled[: found.start()]), spelled[found.start() :])
         if is_token(spelled):
             return f"({self.any()} {spelled})"
+        if (found := re.search(rf"(?<= ){SPECIAL}", spelled)) is not None:
+            return self._up_to_token(json.loads(spelled[: found.start()]), spelled[found.start() :])
         return self.rule(f"{self.any()} {spelled}", "[lazy]")
 
     def _up_to_token(self, text: str, rest: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.parsers import harmony
-from kvferry.router.text.parsers.parsed_output import Parser, derived_id
+from kvferry.router.text.parsers.parsed_output import CallParser, derived_id
 from kvferry.router.text.parsers.reader import Reader, Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript
@@ -23,12 +23,15 @@ class CallParsing:
     """Parsing of tool calls, with a new parser for each sequence; None: harmony channels are read instead.
 
     names: the tools that may be called, with the JSON schemas of their parameters. `named`: the client named the tool,
-    so the answer ends with `stop`; otherwise an answer with calls ends with `tool_calls`."""
+    so the answer ends with `stop`; otherwise an answer with calls ends with `tool_calls`. `patient`: see CallParser.
+    `marker`: a grammar bounds the output behind this text, or behind the token `marker_id` if that is not None."""
 
-    parser: Callable[..., Parser] | None
+    parser: Callable[..., CallParser] | None
     names: Mapping[str, Any]
     patient: bool = False
     named: bool = False
+    marker: str = ""
+    marker_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,12 @@ class Parsing:
             return harmony.HarmonyParser(names, patient=patient, thinks=thinks, lead=lead)
         if self.thinking is not None:
             thought = ReasoningParser(self.thinking, opened=self.opened(tokenizer, prompt))
-        parser: Parser | None = None
-        if calls is not None and calls.parser is not None:
-            parser = calls.parser(calls.names, patient=calls.patient)
+        if calls is None or calls.parser is None:
+            return Turn(thought, None)
+        marks = () if self.thinking is None else self.thinking.begins
+        parser = calls.parser(calls.names, patient=calls.patient, thoughts=marks)
+        if calls.marker_id is None:
+            parser.govern(calls.marker)
         return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
@@ -78,7 +84,7 @@ class Stage:
     def __init__(self, transcript: Transcript, parsing: Parsing, reader: Reader, name: str = "") -> None:
         self._transcript, self._name = transcript, name
         self._reader = reader
-        self._named = parsing.calls is not None and parsing.calls.named
+        self._calls = parsing.calls
         self._called = False
         self._shown = parsing.shown
         self.reasoning_tokens = 0
@@ -90,7 +96,7 @@ class Stage:
 
     def add(self, output: Output) -> Piece:
         """Return the parsed text that this Output completes."""
-        if not self._reader.may_think or len(output.token_ids) < 2:
+        if len(output.token_ids) < 2 or not (self._reader.may_think or self._is_marked(output.token_ids)):
             return self._read(self._transcript.add(output))
         pieces: list[Piece] = []
         for each in single(output):
@@ -100,8 +106,10 @@ class Stage:
         return _joined(pieces)
 
     def _read(self, piece: Piece) -> Piece:
-        reader = self._reader
+        reader, calls = self._reader, self._calls
         thinks = reader.thinks
+        if calls is not None and self._is_marked(piece.token_ids):
+            reader.govern(calls.marker)
         found = reader.feed(piece.text)
         if thinks or reader.thinks or any(each.reasoning for each in found):
             self.reasoning_tokens += len(piece.token_ids)
@@ -116,9 +124,13 @@ class Stage:
         self._called = self._called or bool(piece.calls)
         if piece.closed and self._called:  # Clients that act on calls must know that the output was cut short.
             piece.finish_reason, piece.stop_reason = "length", None
-        elif piece.finish_reason == "stop" and self._called and not self._named:
+        elif piece.finish_reason == "stop" and self._called and not (calls is not None and calls.named):
             piece.finish_reason = "tool_calls"
         return piece
+
+    def _is_marked(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the token that opens calls is among these."""
+        return self._calls is not None and self._calls.marker_id in token_ids
 
     def _identified(self, call: CallDelta) -> CallDelta:
         return replace(call, id=derived_id(call.id, self._name, call.index)) if call.id else call

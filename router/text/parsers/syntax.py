@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.router.text.parsers import hermes
+from kvferry.router.text.parsers.derived.syntax import UNFRAMED, Frame
 from kvferry.router.text.parsers.reasoning import Thinking
-from kvferry.router.text.parsers.rules import SPECIAL, Rules, Spell, either
-from kvferry.router.text.parsers.thought_grammar import thought
+from kvferry.router.text.parsers.rules import SPECIAL, Rules, Spell, either, is_token
+from kvferry.router.text.parsers.thought_grammar import another_thought, thought
 from kvferry.structured_output import lark
 
 _VALUES = frozenset(("enum", "const", "default", "examples"))
 """JSON schema keywords whose values are not schemas."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 """JSON schema keywords whose values map names to schemas."""
+_LINE = "\n"
 _OPEN = frozenset(
     ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 )
@@ -48,6 +50,8 @@ class Calls:
     opening  text after the marker
     calls    for each tool, the text that begins its call, and Lark text for the rest
     between  Lark text; None: there is one call at most
+    frame    marks around text
+    reply    like `calls`, for a call after which the answer is text
     """
 
     marker: str
@@ -55,6 +59,8 @@ class Calls:
     calls: Sequence[tuple[str, str]]
     between: str | None
     closing: str
+    frame: Frame = UNFRAMED
+    reply: Sequence[tuple[str, str]] = ()
 
 
 Writer = Callable[[Rules, Sequence[Tool]], Calls]
@@ -85,20 +91,43 @@ def grammar(
     """
     rules = Rules(spell)
     calls = writer(rules, tools)
-    one = rules.rule(either([f"{spell(head)} {rest}" if head else rest for head, rest in calls.calls]))
-    end = calls.closing if not parallel or calls.between is None else f"({calls.between} {one})* {calls.closing}"
+    frame = calls.frame
+    one = rules.rule(_begun(spell, calls.calls))
+    after, last = (f"({spell(mark)})?" if mark else "" for mark in (frame.end, frame.last))
     behind = spell(calls.opening) if calls.opening else ""
-    direct = f"{spell(calls.marker) if calls.marker else ''} {behind} {one} {end}"
+    further = [] if not parallel or calls.between is None else [f"{calls.between} {one}"]
+    if further and calls.marker and thinking is not None and budget is None:
+        again = f"{lark.text(_LINE)}? {another_thought(rules, thinking)} {spell(calls.marker)}"
+        further.append(f"{calls.closing} {again} {behind} {one}")
+    end = f"{either(further)}* {calls.closing} {last}" if further else f"{calls.closing} {last}"
+    direct = f"{after} {spell(calls.marker) if calls.marker and not frame.begun else ''} {behind} {one} {end}"
     if forced:
         body = direct
     elif led or answer is not None:
-        body = either([answer or f"{lark.text(hermes.REPLY)} {rules.any()}", direct])
+        body = either([f"{answer or f'{lark.text(hermes.REPLY)} {rules.any()}'} {after} {last}", direct])
     elif calls.marker:
-        body = either([rules.any(), f"{rules.up_to(calls.marker)} {behind} {one} {end}"])
+        begin = lark.text(frame.begin.removeprefix(frame.begun)) if frame.begun else ""
+        until = f"{begin} {_up_to(rules, calls.marker, after)} {behind}"
+        options = [f"{begin} {rules.any()} {after} {last}", f"{until} {one} {end}", *([direct] if begin else [])]
+        if calls.reply:
+            options.append(f"{until} {_begun(spell, calls.reply)} {calls.closing} {rules.any()}")
+        body = either(options)
     else:
         heads = [(_lazy(rules, calls.opening + head), rest) for head, rest in calls.calls]
-        body = either([rules.any(), *(f"{head} {rest} {end}" for head, rest in heads)])
+        replies = [f"{_lazy(rules, calls.opening + head)} {rest} {calls.closing} {rules.any()}"
+                   for head, rest in calls.reply]  # fmt: skip
+        body = either([rules.any(), *(f"{head} {rest} {end}" for head, rest in heads), *replies])
     return "\n".join([f"start: {thought(rules, thinking, opened, budget)} {body}", *rules.lines])
+
+
+def _begun(spell: Spell, calls: Sequence[tuple[str, str]]) -> str:
+    return either([f"{spell(head)} {rest}" if head else rest for head, rest in calls])
+
+
+def _up_to(rules: Rules, marker: str, after: str) -> str:
+    """Return an expression for free text up to a marker, with `after` before it."""
+    spelled = rules.spell(marker)
+    return f"{rules.any()} {after} {spelled}" if after and is_token(spelled) else rules.up_to(marker)
 
 
 def _lazy(rules: Rules, head: str) -> str:

@@ -19,15 +19,20 @@ def thought(rules: Rules, thinking: Thinking | None, opened: bool, budget: int |
     budget: maximum tokens before the end mark; the mark must be a token (`can_limit`)."""
     if thinking is None:
         return ""
-    gap = rules.terminal(_GAP)
+    if not opened:
+        return f"({another_thought(rules, thinking, budget)})?"
     if budget is None:
         end = either([rules.up_to(mark) for mark in thinking.ends])
     else:
         marks = [spelled for mark in thinking.ends if is_token(spelled := rules.spell(mark))]
         end = f"{rules.at_most(budget)} {either(marks)}"
-    if opened:
-        return f"{end} {gap}"
-    return f"({either([rules.spell(mark) for mark in thinking.begins])} {end} {gap})?"
+    return f"{end} {rules.terminal(_GAP)}"
+
+
+def another_thought(rules: Rules, thinking: Thinking, budget: int | None = None) -> str:
+    """Return an expression for reasoning with both marks."""
+    begin = either([rules.spell(mark) for mark in thinking.begins])
+    return f"{begin} {thought(rules, thinking, opened=True, budget=budget)}"
 
 
 def after_thought(spell: Spell, thinking: Thinking | None, opened: bool, answer: str, budget: int | None = None) -> str:

@@ -114,7 +114,7 @@ async def test_tokenize_and_detokenize() -> None:
     await api.chat()
     assert tuple(chat["tokens"]) == api.cluster.dispatches[0].spec.token_ids
     text = (await api.http.post("/detokenize", json={"tokens": [*ids_of("Hi 12"), EOS]})).json()
-    assert text == {"prompt": "Hi 12<|im_end|>"}
+    assert text == {"prompt": "Hi 12<|im_end|>", "content": "Hi 12<|im_end|>"}
     assert error_of(await api.http.post("/tokenize", json={}))["param"] == "prompt"
     assert error_of(await api.http.post("/detokenize", json={"tokens": [-1]}))["param"] == "tokens"
     assert error_of(await api.http.post("/detokenize", json={"tokens": [1], "model": "x"}))["param"] == "model"

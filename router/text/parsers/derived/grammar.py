@@ -11,6 +11,7 @@ from kvferry.router.text.parsers.rules import Rules
 from kvferry.router.text.parsers.syntax import Calls, Tool
 
 _NUMBERS = (ID, INDEX)
+_NOTHING = {"type": "object", "properties": {}}
 _DIGITS = r"/[0-9]{1,4}/"
 
 
@@ -21,12 +22,15 @@ def calls(syntax: ToolSyntax, rules: Rules, tools: Sequence[Tool]) -> Calls:
     between = None if syntax.between is None else expression(syntax, rules, syntax.between)
     if between is not None and not syntax.opening and marker:
         between = f"{between} {rules.spell(marker)}"
+    reply = [_call(syntax, head, rules, Tool(syntax.frame.reply, _NOTHING))] if syntax.frame.reply else []
     return Calls(
         marker,
         syntax.opening[len(marker) :] if syntax.opening else "",
         [_call(syntax, head, rules, tool) for tool in tools],
         between,
         expression(syntax, rules, syntax.closing),
+        syntax.frame,
+        reply,
     )
 
 

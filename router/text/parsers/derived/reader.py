@@ -17,18 +17,33 @@ class SyntaxParser(CallParser):
 
     `names` may map each tool's name to the JSON schema of its parameters, which gives the types of unquoted values."""
 
-    def __init__(self, syntax: ToolSyntax, names: Collection[str], *, patient: bool = False) -> None:
-        super().__init__(names, patient=patient)
-        self._syntax = syntax
+    def __init__(
+        self,
+        syntax: ToolSyntax,
+        names: Collection[str],
+        *,
+        patient: bool = False,
+        thoughts: tuple[str, ...] = (),
+    ) -> None:
+        self._syntax, self._frame = syntax, syntax.frame
         self._tools: Mapping[str, Any] = names if isinstance(names, Mapping) else dict.fromkeys(names)
+        if self._frame.reply:
+            self._tools = {self._frame.reply: {}, **self._tools}
+        super().__init__(self._tools, patient=patient, thoughts=thoughts)
         self._beginnings = _beginnings(syntax)
-        self.opens = tuple(marker for marker in self._beginnings if is_mark(marker))
+        self._closers = tuple(filter(None, (self._frame.end, self._frame.last)))
+        self.opens = (*self._closers, *(marker for marker in self._beginnings if is_mark(marker)))
         self.opens_first = tuple(marker for marker in self._beginnings if not is_mark(marker))
         self.id_len = syntax.id_length
         self._brace = "{" if syntax.envelope is not None else ""
         self._further = None if syntax.between is None else syntax.between + syntax.head + self._brace
+        self._held, self._begun = self._frame.begun, len(self._frame.begun)
 
     def _opened(self, marker: str) -> None:
+        if marker in self._closers:
+            self._lead = ""
+            self._leave()
+            return
         self._raw, self._state = "", "head"
         self._beginning, self._held = self._beginnings[marker], marker + self._held
 
@@ -41,9 +56,13 @@ class SyntaxParser(CallParser):
 
     def _read_head(self) -> bool:
         found = match(self._beginning, self._held, names=self._names)
-        if found.found:
+        begin = self._frame.begin
+        if begin and self._held.startswith(begin):
+            self._held, self._lead, self._begun = self._held[len(begin) :], "", 0
+            self._leave()
+        elif found.found:
             self._begin(found.end, found.name)
-        elif found.waits and not self._ended:
+        elif (found.waits or begin.startswith(self._held)) and not self._ended:
             return False
         else:
             self._refuse(max(1, len(first_unit(self._beginning))))
@@ -52,12 +71,15 @@ class SyntaxParser(CallParser):
     def _begin(self, end: int, name: str) -> None:
         """Begin the arguments after a call's head; an envelope's brace is read again."""
         end -= len(self._brace)
-        self._raw, self._held = self._raw + self._held[:end], self._held[end:]
+        self._raw, self._held = self._raw + self._held[self._begun : end], self._held[end:]
+        self._begun = 0
         self._arguments: ArgumentReader = reader_of(self._syntax, self._tools, name)
         self._state, self._index = "arguments", -1
 
     def _refuse(self, length: int = 0) -> None:
         """Show what was read as text, with `length` more characters; the rest may hold another call."""
+        if self._begun:
+            self._held, self._begun, length = self._held[self._begun :], 0, 0
         self._say(self._raw + self._held[:length])
         self._held = self._held[length:]
         self._leave()
@@ -68,7 +90,7 @@ class SyntaxParser(CallParser):
         self._held = self._held[end:]
         broken = call.broken or self._is_malformed(call)
         fresh = "" if self._patient and not (call.done or self._ended) else call.take()
-        if call.name and fresh and not (broken and self._index < 0):
+        if call.name and fresh and call.name != self._frame.reply and not (broken and self._index < 0):
             if self._index < 0:
                 self._index = self._new_call()
                 self._call(self._index, name=call.name)

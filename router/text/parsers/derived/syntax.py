@@ -40,7 +40,7 @@ class Arguments:
     opening        before all of them, also if there are none
     before_key     before each key
     before_text    between a key and a string
-    before_other   between a key and any other value
+    before_other   between a key and any other value; may hold ID for the name of its type
     after_text     after a string
     after_other    after any other value
     separator      between a value's end and the next key's beginning
@@ -78,6 +78,28 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """Marks around the text of an answer, which are not shown.
+
+    begun  text with which the prompt has begun the output
+    begin  before the text, with `begun`
+    end    after the text, before calls
+    last   after text and calls
+    reply  name of a call that only says that no call is needed
+    """
+
+    begun: str = ""
+    begin: str = ""
+    end: str = ""
+    last: str = ""
+    reply: str = ""
+
+
+UNFRAMED = Frame()
+"""No marks around text."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolSyntax:
     """A model's syntax of tool calls.
 
@@ -89,6 +111,7 @@ class ToolSyntax:
     envelope   JSON object that holds name and arguments; None: the head names the tool
     arguments  None: they are a JSON object
     id_length  length of the ids that the template accepts; 0: any ids
+    frame      marks around text
     """
 
     opening: str
@@ -99,6 +122,7 @@ class ToolSyntax:
     envelope: Envelope | None = None
     arguments: Arguments | None = None
     id_length: int = 0
+    frame: Frame = UNFRAMED
 
     @property
     def form(self) -> Form:
@@ -130,6 +154,7 @@ class ToolSyntax:
         if (own := self.arguments) is not None:
             found += [own.opening, own.before_key, own.before_text, own.before_other, own.after_text, own.after_other]
             found += [own.separator, *own.wrapped]
+        found += [self.frame.begun, self.frame.begin, self.frame.end, self.frame.last]
         return tuple(filter(None, found))
 
     def pattern(self, calls: int = 1) -> str:
@@ -153,8 +178,8 @@ class ToolSyntax:
 
 
 def is_mark(text: str) -> bool:
-    """Return whether a text is unlike prose: a bracket and a letter."""
-    return re.search(r"[<\[].*\w", text) is not None
+    """Return whether a text is unlike prose: a bracket and a letter, a long word and a bracket, or three brackets."""
+    return re.search(r"[<\[].*\w|\w{6}\[|^>>>$", text) is not None
 
 
 def in_one_line(text: str) -> str:

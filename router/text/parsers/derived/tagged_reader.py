@@ -88,7 +88,7 @@ class TaggedReader:
         found = [(_exact(each, text, at, ended), each) for each in {form.before_text, form.before_other}]
         if any(each.waits for each, _ in found):
             return self._step(WAIT, "", text, ended)
-        end, mark = max(((each.end, mark) for each, mark in found), default=(-1, ""))
+        end, _, mark = max((each.end, mark == form.before_text, mark) for each, mark in found)
         self._is_text = None if form.before_text == form.before_other else mark == form.before_text
         if kinds(properties(self._parameters).get(self._key), self._parameters) == {"string"}:
             self._is_text = True

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvferry.router.text.parsers.derived.literal_grammar import FREE_KEY, MAX_DEPTH, LiteralGrammar, is_open, options_of
-from kvferry.router.text.parsers.derived.syntax import KEY, Arguments
+from kvferry.router.text.parsers.derived.syntax import ID, KEY, Arguments
 from kvferry.router.text.parsers.derived.typed import kinds, properties, resolved
 from kvferry.router.text.parsers.rules import Rules, either, has_token
 from kvferry.router.text.parsers.syntax import Tool
 from kvferry.structured_output import lark
 
+_KINDS = ("array", "boolean", "null", "number", "object")
 _ANY_CHARACTER = r"/(.|\n)"
 
 
@@ -45,13 +46,19 @@ class ValueGrammar:
             return rules.rule(f"{before} {as_text}")
         is_free = not allowed or "string" in allowed or (form.as_tree and self._is_free(schema))
         if form.as_tree and is_free and allowed and "string" not in allowed and has_token(rules.spell(form.before_key)):
-            return rules.rule(f"{before} {rules.spell(form.before_other)} {self._any_tree()} {rules.spell(after)}")
+            return rules.rule(f"{before} {self._before_other(allowed)} {self._any_tree()} {rules.spell(after)}")
         if form.before_text == form.before_other and is_free:
             return rules.rule(f"{before} {as_text}")
-        other = f"{rules.spell(form.before_other)} {self._other(schema, depth)} {rules.spell(after)}"
+        other = f"{self._before_other(allowed)} {self._other(schema, depth)} {rules.spell(after)}"
         if not allowed or "string" in allowed:
             other = either([as_text, other])
         return rules.rule(f"{before} {other}")
+
+    def _before_other(self, allowed: Collection[str]) -> str:
+        """Return the expression for the text between a key and a value of these types that is no string."""
+        names = {"number" if kind == "integer" else kind for kind in allowed or _KINDS} - {"string"}
+        texts = dict.fromkeys(self._form.before_other.replace(ID, name) for name in sorted(names))
+        return either(list(map(self._rules.spell, texts)))
 
     def _is_free(self, schema: Any) -> bool:
         """Return whether a list or object may hold anything."""

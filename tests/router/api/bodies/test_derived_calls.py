@@ -78,3 +78,15 @@ async def test_a_malformed_call_is_text() -> None:
     for text in ("<tool_call>\n<function=nosuch>\n</function>\n</tool_call>", "<tool_call>5", "a <tool"):
         message = (await own(text).chat(tools=TOOLS)).json()["choices"][0]["message"]
         assert (message["content"], "tool_calls" in message) == (text, False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+async def test_marks_around_text_are_not_shown_with_or_without_tools(stream: bool, tools: object) -> None:
+    source = ">>>${recipient}{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}>>>"
+    response = await api_of("all\nHello >>> you", template=source).chat(tools=tools, stream=stream)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == "Hello >>> you"
+    else:
+        assert response.json()["choices"][0]["message"]["content"] == "Hello >>> you"

@@ -118,6 +118,17 @@ async def test_a_malformed_call_is_text(stream: bool) -> None:
         assert (shown, choices[-1]["finish_reason"]) == (text, "stop")
 
 
+@pytest.mark.parametrize("per_output", [1, 7, 100])
+async def test_a_call_whose_arguments_are_malformed_is_text_in_a_stream_too(per_output: int) -> None:
+    """Nothing bounds this call: the client may stop the output in its middle."""
+    text = 'See: <tool_call>\n{"name": "get_weather", "arguments": {"place": Oslo}}\n</tool_call> Well.'
+    response = await api_of(text, template=KNOWING, per_output=per_output).chat(tools=TOOLS, stream=True, stop=["STOP"])
+    choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+    assert not any("tool_calls" in choice["delta"] for choice in choices)
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == text
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 async def test_a_call_that_is_cut_keeps_what_there_is() -> None:
     choice = (await api_of(CALL[:-25], finish="length").chat(tools=TOOLS)).json()["choices"][0]
     assert choice["finish_reason"] == "length"
