@@ -88,6 +88,8 @@ class Speculation:
         if row is None or row.mask is not None or look_back(row.params):
             return None
         most = min(self._most, row.params.max_tokens - request.output_len - 1)
+        if request.pause_at is not None:
+            most = min(most, request.pause_at - request.computed_len - 1)
         if most <= 0:
             return None
         if request.drafts is None:
