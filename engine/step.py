@@ -234,6 +234,8 @@ class Stepper:
         for sampled in tokens:
             if request.state is State.RUNNING:
                 self._commit(Slice(request, request.computed_len, 1), sampled)
+        if request.state_rows is not None:
+            request.state_rows.settle()
 
     def _commit_read(self, request: Request, found: Read) -> None:
         if not found.vector:
