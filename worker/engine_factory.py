@@ -32,7 +32,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.adapters import read_first
 from kvferry.worker.batch_invariance import require_batch_invariance
-from kvferry.worker.draft_factory import draft_layout, make_draft
+from kvferry.worker.draft_factory import able_to_draft, draft_layout, make_draft
 from kvferry.worker.encode_factory import assemble_encode_node
 from kvferry.worker.encoder_factory import assemble_encoder
 from kvferry.worker.engine_parts import EngineParts, arithmetic
@@ -87,7 +87,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     media = load_media(settings, source, model.dtype, device)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    small = load(settings, drafting, device, ops) if drafting is not None else None
+    small = able_to_draft(load(settings, drafting, device, ops) if drafting is not None else None, model.info)
     kv_dtype = kv_format(settings, model, small)
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)

@@ -23,7 +23,7 @@ log = logging.getLogger("kvferry.worker")
 ROWS_SHARE = 0.25
 """Maximum share of the free memory for states; if it does not suffice for all requests, fewer run at once."""
 DRAFTING = 8
-"""Streams that can have all drafts at once; with more of them, drafts hardly pay. They use other requests' rows, too."""
+"""Streams that can have all drafts at once, in rows of their own and of other requests; more of them hardly pay."""
 
 
 def require_no_ranks(settings: WorkerSettings, info: ModelInfo) -> None:
