@@ -6,8 +6,8 @@
 Texts: a copy of prose and of code (typical for extraction, quoting and edits), and free text drawn at temperature 1,
 with few repetitions. Prompts are cached; figures are medians of the rounds. Both ways must make the same tokens, or the
 benchmark ends with an error. With --right drafts are the text itself, each token right with that probability: random
-weights repeat nothing of their prompt. With --deeper the model is the demo model made deeper (benchmarks/deeper.py), and the demo
-model drafts for it."""
+weights repeat nothing of their prompt. With --deeper the model is the demo model made deeper (benchmarks/deeper.py),
+and the demo model drafts for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from benchmarks.table import markdown
 from kvferry.cli.bootstrap import set_threads
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated, Stepped
-from kvferry.engine.ngram_drafts import NgramDrafts
+from kvferry.engine.ngram_drafts import CLASSES, NgramDrafts
 from kvferry.engine.request import Request
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
@@ -54,6 +54,7 @@ class KnownText(NgramDrafts):
 
     def __init__(self, request: Request, text: Sequence[int], right: float) -> None:
         super().__init__(request.token_ids)
+        self._class = len(CLASSES)  # of the longest matches
         self._begin, self._text, self._right = len(request.token_ids), text, right
 
     def look(self, most: int) -> None:
