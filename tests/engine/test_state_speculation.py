@@ -163,9 +163,9 @@ def test_a_stream_that_moves_waits_where_the_other_node_expects_it(
         source.step()
     (request,) = source.request_table.running
     assert request.computed_len == move.asked * request.block_size
-    stand = source.moving.stand(move.transfer)
-    assert stand is not None
-    move_over(source, move, target, grant, stand)
+    snapshot = source.moving.snapshot(move.transfer)
+    assert snapshot is not None
+    move_over(source, move, target, grant, snapshot)
     for engine in (source, target):
         finish(engine)
     assert [*tokens_of(source, "a"), *tokens_of(target, "a")] == expected(prompt(21), 60)
