@@ -5,13 +5,15 @@
 
 Texts: a copy of prose and of code (typical for extraction, quoting and edits), and free text drawn at temperature 1,
 with few repetitions. Prompts are cached; figures are medians of the rounds. Both ways must make the same tokens, or the
-benchmark ends with an error. With --deeper the model is the demo model made deeper (benchmarks/deeper.py), and the demo
-model drafts for it."""
+benchmark ends with an error. With --right drafts are the text itself, each token right with that probability: random
+weights repeat nothing of their prompt. With --deeper the model is the demo model made deeper (benchmarks/deeper.py),
+and the demo model drafts for it."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -26,6 +28,8 @@ from benchmarks.table import markdown
 from kvferry.cli.bootstrap import set_threads
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated, Stepped
+from kvferry.engine.ngram_drafts import CLASSES, NgramDrafts
+from kvferry.engine.request import Request
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
@@ -45,12 +49,29 @@ TEXTS = {
 }
 
 
-class Bench:
-    """Engine and the jobs that it runs."""
+class KnownText(NgramDrafts):
+    """Drafts of the text that follows, which is known; each of them is right with a probability."""
 
-    def __init__(self, engine: Engine, most: int, output: int) -> None:
+    def __init__(self, request: Request, text: Sequence[int], right: float) -> None:
+        super().__init__(request.token_ids)
+        self._class = len(CLASSES)  # of the longest matches
+        self._begin, self._text, self._right = len(request.token_ids), text, right
+
+    def look(self, most: int) -> None:
+        at = len(self._token_ids) - self._begin
+        numbers = random.Random(at)
+        self.found = tuple(
+            token if numbers.random() < self._right else token + 1 for token in self._text[at : at + most]
+        )
+
+
+class Bench:
+    """Engine and the jobs that it runs. right: see `KnownText`; 0: drafts are found by lookups."""
+
+    def __init__(self, engine: Engine, most: int, output: int, right: float = 0.0) -> None:
         self._engine, self._speculation, self._most = engine, engine.stepper._speculation, most
-        self._output = output
+        self._output, self._right = output, right
+        self._texts: dict[tuple[int, ...], dict[str, list[int]]] = {}
         self._runs = 0
 
     def run(self, prompt: Sequence[int], temperature: float, streams: int, speculates: bool) -> Run:
@@ -64,10 +85,16 @@ class Bench:
             engine.add(Job(name, 0, tuple(prompt), len(prompt), Generate(params), "bench"))
         while any(not request.output_here for request in engine.request_table):
             engine.step()
+        if self._right and speculates:
+            for request in engine.request_table:
+                text = self._texts[request.job.token_ids][request.key[0].partition("-")[2]]
+                request.drafts = KnownText(request, text, self._right)
         began, engine.events[:] = time.perf_counter(), []
         while engine.has_work():
             engine.step()
-        return Run(time.perf_counter() - began, engine)
+        run = Run(time.perf_counter() - began, engine)
+        self._texts[tuple(prompt)] = run.texts
+        return run
 
 
 class Run:
@@ -88,7 +115,7 @@ def compare(bench: Bench, prompt: Sequence[int], temperature: float, streams: in
     """Return a row of the table; the first round does not count."""
     taken: dict[bool, list[Run]] = {False: [], True: []}
     for number in range(rounds + 1):
-        for speculates in (False, True) if number % 2 else (True, False):
+        for speculates in (True, False) if number % 2 else (False, True):
             taken[speculates].append(bench.run(prompt, temperature, streams, speculates))
     if any(run.texts != taken[False][0].texts for runs in taken.values() for run in runs):
         raise RuntimeError("speculation changed a text")
@@ -107,6 +134,7 @@ def main() -> None:
         "--deeper", type=int, default=0, help="use the demo model with this many times its layers instead"
     )
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--right", type=float, default=0.0, help="share of right drafts, of texts known beforehand")
     parser.add_argument("--most", type=int, default=8, help="drafts of a stream in a step")
     parser.add_argument("--output", type=int, default=256, help="tokens of a text")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
@@ -124,7 +152,7 @@ def main() -> None:
         model=options.model, dtype="bfloat16", quantization=options.quantization, threads=options.threads,
         kv_cache_gib=0.25, num_speculative_tokens=options.most, speculative_model=options.speculative_model,
     )  # fmt: skip
-    bench = Bench(assemble(settings).engine, options.most, options.output)
+    bench = Bench(assemble(settings).engine, options.most, options.output, options.right)
     rows = []
     for streams in options.streams:
         for name in options.texts:

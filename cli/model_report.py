@@ -75,4 +75,4 @@ def _state(needs: ModelNeeds) -> str:
     if not needs.state_bytes:
         return ""
     size = needs.state_bytes / MIB
-    return f"; recurrent state {size:.2f} MiB a checkpoint, {ROWS} times that a running request; no drafts, no canaries"
+    return f"; recurrent state {size:.2f} MiB a checkpoint, {ROWS} times that a running request; no canaries"

@@ -88,6 +88,8 @@ class Speculation:
         if row is None or row.mask is not None or look_back(row.params):
             return None
         most = min(self._most, row.params.max_tokens - request.output_len - 1)
+        if request.pause_at is not None:
+            most = min(most, request.pause_at - request.computed_len - 1)
         if most <= 0:
             return None
         if request.drafts is None:
@@ -120,7 +122,8 @@ class Speculation:
         return counts
 
     def _room(self, request: Request, count: int) -> int:
-        """Take blocks for the drafts; return how many of `count` drafts they hold."""
-        known = len(request.token_ids)
+        """Take blocks and rows of states for the drafts; return how many of `count` drafts they hold."""
+        known, rows = len(request.token_ids), request.state_rows
         self._blocks.extend(request, known + count, self._blocks.pool.num_blocks // KEPT)
-        return min(count, self._blocks.room(request) - known)
+        count = min(count, self._blocks.room(request) - known)
+        return count if rows is None else rows.lend(count)

@@ -16,7 +16,7 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.request import Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.engine.state_memory import StateMemory
-from kvferry.engine.state_rows import ROWS, StateRowPool
+from kvferry.engine.state_rows import StateRowPool
 from kvferry.protocol.hashing import state_hash, state_hashes
 
 
@@ -107,7 +107,7 @@ class StateCheckpoints(StatePrefixes):
     def __init__(self, pool: BlockPool, memory: StateMemory, block_size: int, stride: int = 0) -> None:
         super().__init__(pool, memory.num_blocks)
         self._memory, self._block_size = memory, block_size
-        self._rows = StateRowPool(len(memory.rows) // ROWS)
+        self._rows = StateRowPool(len(memory.rows))
         self.stride = stride or stride_of(self.num_blocks, STRIDE_TOKENS // block_size)
         self._stream_stride = min(self.stride, stride_of(self.num_blocks, COPIED_BLOCKS))
         self.saved_total = self.loaded_total = 0
@@ -197,7 +197,7 @@ class StateCheckpoints(StatePrefixes):
             return []
         self._save_boundary(request)
         request.state_rows = None
-        self._rows.give_back(rows)
+        self._rows.give_back(rows.rows)
         blocks: list[int] = []
         for count in rows.checkpoints:
             blocks += self._pool.match(state_hashes(request.hashes[count - 1], self.num_blocks))

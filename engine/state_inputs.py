@@ -19,10 +19,13 @@ class StateInputs:
         self._rows, self._staging = rows, staging
 
     def of(self, slices: Sequence[Slice]) -> SequenceStates:
-        """Return the rows of the slices' requests; valid until the next call."""
-        before, after = np.empty((2, len(slices)), dtype=np.int64)
-        for index, part in enumerate(slices):
-            rows = part.request.state_rows
+        """Return the rows of the slices' requests, a draft's after those of the token before it.
+
+        They are valid until the next call."""
+        before, after = list[int](), list[int]()
+        for part in slices:
+            rows, count = part.request.state_rows, 1 + len(part.drafts)
             assert rows is not None, f"{part.request.key} has no rows for its state"
-            before[index], after[index] = rows.before, rows.after
-        return SequenceStates(self._rows, *self._staging.put((before, after)))
+            before += (rows.before, *rows.spare[: count - 1])
+            after += rows.spare[:count]
+        return SequenceStates(self._rows, *self._staging.put(list(np.array((before, after), dtype=np.int64))))

@@ -13,19 +13,22 @@ ROWS = 3
 class StateRows:
     """Rows of one running request.
 
-    A step reads `before` and writes `after`; only `advance`, when the step is committed, makes `after` the state of the
-    request. So a step that raises, is suspended or is abandoned can be computed again from the same state.
+    A step reads `before` and writes spare rows, one for each state that it keeps: the first one after its own tokens,
+    the others after its drafts. Only `advance`, when the step is committed, makes such a row the state of the request.
+    So a step that raises, is suspended or is abandoned can be computed again from the same state, and a state that saw
+    a wrong draft is never used.
 
-    rows          its rows of the tensor
+    pool          has all other rows
+    spare         rows to write, in this order
     length        tokens that the state has seen
     before        row of the state after `length` tokens; -1: zeros, before the first token
-    after         row that the next step writes
     boundary      (tokens, row) of the state at the end of the last full block, while it is kept
     checkpointed  tokens up to which a checkpoint was made or loaded
     shared        tokens of the blocks that were found when the request was admitted: other prompts share them
     checkpoints   leading blocks, for each checkpoint that was made or loaded"""
 
-    rows: tuple[int, ...]
+    pool: StateRowPool
+    spare: list[int]
     length: int = 0
     before: int = -1
     boundary: tuple[int, int] | None = None
@@ -34,54 +37,65 @@ class StateRows:
     checkpoints: list[int] = field(default_factory=list)
 
     @property
-    def after(self) -> int:
-        """Return the row that the next step writes."""
-        used = (self.before, self.boundary[1] if self.boundary is not None else -1)
-        return next(row for row in self.rows if row not in used)
+    def rows(self) -> list[int]:
+        """Return all of its rows."""
+        return [*self.spare, *self._kept()]
+
+    def lend(self, drafts: int) -> int:
+        """Take rows for the states after so many drafts, until `settle`; return for how many drafts there are any."""
+        self.spare += self.pool.lend(1 + drafts - len(self.spare))
+        return min(drafts, len(self.spare) - 1)
+
+    def settle(self) -> None:
+        """Return the rows that drafts needed, once the step is committed."""
+        own = ROWS - len(self._kept())
+        self.pool.give_back(self.spare[own:])
+        del self.spare[own:]
 
     def advance(self, tokens: int, block_size: int) -> None:
-        """Make the row that the last step wrote the request's state, which has now seen `tokens` more."""
+        """Make the first spare row, which the last step wrote, the request's state, which has seen `tokens` more."""
         if tokens:
-            self.before = self.after
-            self.length += tokens
-            self._note(block_size)
+            self.load(self.length + tokens, block_size)
 
     def load(self, length: int, block_size: int) -> int:
-        """Return the row to fill with a state that has seen `length` tokens; it is the request's from now on."""
-        self.before, self.length = self.after, length
-        self._note(block_size)
+        """Make the first spare row the request's state, which has seen `length` tokens, and return it."""
+        kept = self._kept()
+        self.before, self.length = self.spare.pop(0), length
+        if length % block_size == 0:
+            self.boundary = (length, self.before)
+        self.spare += kept - self._kept()
         return self.before
 
-    def _note(self, block_size: int) -> None:
-        if self.length % block_size == 0:
-            self.boundary = (self.length, self.before)
+    def _kept(self) -> set[int]:
+        """Return the rows whose states are still needed."""
+        return {self.before, -1 if self.boundary is None else self.boundary[1]} - {-1}
 
 
 class StateRowPool:
-    """Rows that no request has. Owned by the engine thread. requests: how many requests can have rows at once."""
+    """Rows that no request has. Owned by the engine thread. total: all rows."""
 
-    def __init__(self, requests: int) -> None:
-        self.requests = requests
-        self._free = [tuple(range(first, first + ROWS)) for first in range(0, requests * ROWS, ROWS)][::-1]
-
-    def __len__(self) -> int:
-        """Return how many more requests can have rows."""
-        return len(self._free)
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total))[::-1]
 
     @property
     def used(self) -> float:
         """Return the share of rows that requests have. May be called from any thread."""
-        return 1 - len(self._free) / self.requests
+        return 1 - len(self._free) / self.total
 
     def take(self) -> StateRows | None:
-        """Return rows for a request that begins with no state; None if all are taken."""
-        return StateRows(self._free.pop()) if self._free else None
+        """Return rows for a request that begins with no state; None if too few are free."""
+        return StateRows(self, self.lend(ROWS)) if len(self._free) >= ROWS else None
 
-    def give_back(self, rows: StateRows) -> None:
-        """Take back the rows of a request that ended or lost its blocks."""
-        self._free.append(rows.rows)
+    def lend(self, most: int) -> list[int]:
+        """Take up to `most` free rows."""
+        return [self._free.pop() for _ in range(min(most, len(self._free)))]
+
+    def give_back(self, rows: Iterable[int]) -> None:
+        """Take back rows whose states are not needed any more."""
+        self._free += rows
 
     def check(self, taken: Iterable[StateRows]) -> None:
         """Assert that each row is free or of one request."""
-        seen = sorted(row for rows in (*self._free, *(each.rows for each in taken)) for row in rows)
-        assert seen == list(range(self.requests * ROWS)), "rows of states are lost, or are of two requests"
+        seen = sorted([*self._free, *(row for each in taken for row in each.rows)])
+        assert seen == list(range(self.total)), "rows of states are lost, or are of two requests"

@@ -186,8 +186,7 @@ class Stepper:
                 self.drop(request, StepFailed(f"the node's results for this request are unusable: {reason(error)}"))
 
     def _commit(self, part: Slice, sampled: Sampled | Read | None) -> None:
-        request = part.request
-        held_up = sampled is None and part.samples
+        request, held_up = part.request, sampled is None and part.samples
         # Without a mask, the last token is computed again in order to draw the next one.
         request.computed_len += part.count - held_up
         if request.media is not None:
@@ -234,6 +233,8 @@ class Stepper:
         for sampled in tokens:
             if request.state is State.RUNNING:
                 self._commit(Slice(request, request.computed_len, 1), sampled)
+        if request.state_rows is not None:
+            request.state_rows.settle()
 
     def _commit_read(self, request: Request, found: Read) -> None:
         if not found.vector:

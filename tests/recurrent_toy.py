@@ -63,7 +63,9 @@ class RecurrentToy(ToyModel):
         wrong = halfway.residual if halfway else torch.zeros(plan.num_tokens, 1)
         hidden = super().forward(token_ids, kv, plan)
         before, after, rows = plan.states.before.tolist(), plan.states.after.tolist(), plan.states.rows
-        assert len({*before, *after} - {-1}) == sum(each >= 0 for each in (*before, *after)), "one row, two uses"
+        assert len({*after} - {-1}) == sum(each >= 0 for each in after), "one row, two states"
+        goes_on = [plan.chained and index > 0 and row == after[index - 1] for index, row in enumerate(before)]
+        assert not {row for row, chained in zip(before, goes_on, strict=True) if not chained} & {*after} - {-1}
         for layer in range(first, LAYERS):
             self.at = layer
             if layer > first or not halfway:
@@ -104,11 +106,15 @@ def make_recurrent(
     stride: int = 8,
     caching: bool = True,
     masks: GrammarMasks | None = None,
+    drafts: int = 0,
+    more: int = 0,
 ) -> Engine:
-    """An engine around the recurrent toy. rows: of how many requests; 0: as many as may run."""
+    """An engine around the recurrent toy. rows: of how many requests; 0: as many as may run. more: rows beside them."""
     kv = torch.full((num_blocks, 1, 2, 1, block_size, 1), -1.0)
-    states = StateMemory(make_rows(ROWS * (rows or seqs + 1), STATE_FLOATS, kv.device), kv)
-    config = EngineConfig(FINGERPRINT, block_size, 256, Limits(budget, beside, seqs), state_stride=stride)
+    states = StateMemory(make_rows(ROWS * (rows or seqs + 1) + more, STATE_FLOATS, kv.device), kv)
+    config = EngineConfig(
+        FINGERPRINT, block_size, 256, Limits(budget, beside, seqs), drafts=drafts, state_stride=stride
+    )
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=caching)
     return Engine(config, Runner(RecurrentToy(), kv, block_size, masks, states=states), pool)
 

@@ -73,11 +73,13 @@ class WindowedToy(ToyModel):
     def _check(self, kv: torch.Tensor, plan: BatchPlan, layer: int, wrong: torch.Tensor) -> None:
         """Count what each token's layer reads that another layer, which attends to all, does not."""
         assert self.info.groups is not None
-        window, full, row = self.info.groups.windows[layer], self.info.groups.windows.index(0), 0
+        window, full, row, begin = self.info.groups.windows[layer], self.info.groups.windows.index(0), 0, 0
         for s, (query, total) in enumerate(zip(plan.query_lens, plan.total_lens, strict=True)):
+            if not (plan.chained and s and total == plan.total_lens[s - 1] + 1):
+                begin = total - query  # a draft's row goes on where the one before it does
             for position in range(total - query, total):
                 first = first_seen(position, window)
-                known = self._read(kv, plan, full, s, range(first, total - query if layer < full else position + 1))
+                known = self._read(kv, plan, full, s, range(first, begin if layer < full else position + 1))
                 wrong[row] += self._read(kv, plan, layer, s, range(first, position + 1))[: len(known)] != known
                 row += 1
 

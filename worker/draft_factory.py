@@ -9,7 +9,7 @@ import torch
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import Model
+from kvferry.engine.models.base import Model, ModelInfo
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.protocol.errors import ConfigError
@@ -19,6 +19,22 @@ from kvferry.worker.pool_memory import make_pool
 log = logging.getLogger("kvferry.worker")
 
 GIB = 1024**3
+
+
+def able_to_draft(draft: Model | None, target: ModelInfo) -> Model | None:
+    """Return the draft model; None if it has recurrent layers, as its target has.
+
+    Its states cannot take a token back, but a target like this still has drafts of n-grams. Raises ConfigError beside
+    a target without such layers."""
+    if draft is None or not draft.info.state_floats:
+        return draft
+    if not target.state_floats:
+        raise ConfigError(
+            f"{draft.info.name} has recurrent layers, which a draft model must not have: they cannot take a token back",
+            param="speculative_model",
+        )
+    log.warning("%s has recurrent layers, so it drafts nothing", draft.info.name)
+    return None
 
 
 def draft_layout(model: Model | None, block_size: int, kv_dtype: torch.dtype | None) -> KVLayout | None:
@@ -43,11 +59,6 @@ def make_draft(
     The pool has as many blocks as the target model's, so it holds the same tokens."""
     if model is None or layout is None:
         return None
-    if model.info.state_floats:
-        raise ConfigError(
-            f"{model.info.name} has recurrent layers, which a draft model must not have: they cannot take a token back",
-            param="speculative_model",
-        )
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
     log.info("draft model %s, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=prefix_caching)

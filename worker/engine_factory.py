@@ -32,7 +32,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.adapters import read_first
 from kvferry.worker.batch_invariance import require_batch_invariance
-from kvferry.worker.draft_factory import draft_layout, make_draft
+from kvferry.worker.draft_factory import able_to_draft, draft_layout, make_draft
 from kvferry.worker.encode_factory import assemble_encode_node
 from kvferry.worker.encoder_factory import assemble_encoder
 from kvferry.worker.engine_parts import EngineParts, arithmetic
@@ -43,13 +43,12 @@ from kvferry.worker.model_loading import load
 from kvferry.worker.pool_memory import GIB, available_bytes, make_pool, pool_blocks
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.recurrent_states import (
-    drafts_of,
+    count_rows,
     make_states,
     require_no_ranks,
     require_room,
     rows_bytes,
     rows_in_use,
-    state_requests,
 )
 from kvferry.worker.window_layers import divide, longest_chain, pool_tokens
 
@@ -88,16 +87,15 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     media = load_media(settings, source, model.dtype, device)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    drafts = drafts_of(settings, model.info)
-    small = load(settings, drafting, device, ops) if drafting is not None and drafts else None
+    small = able_to_draft(load(settings, drafting, device, ops) if drafting is not None else None, model.info)
     kv_dtype = kv_format(settings, model, small)
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
     beside = small_layout.block_bytes if small_layout is not None else 0
     available = ranks.available(layout, beside) if ranks is not None else available_bytes(device)
-    with_states = state_requests(settings, model.info, available)
-    available -= rows_bytes(model.info, with_states)
+    state_rows = count_rows(settings, model.info, available)
+    available -= rows_bytes(model.info, state_rows)
     num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available)
     kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
     limits = step_limits(settings, device, ops.instruction_set if isinstance(ops, CpuOps) else "")
@@ -107,13 +105,13 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     shares = settings.cores_fd >= 0 and device.type == "cpu"
     config = EngineConfig(
         fingerprint, settings.block_size, max_model_len, limits,
-        shares_cores=shares and decodes, drafts=drafts,
+        shares_cores=shares and decodes, drafts=settings.num_speculative_tokens,
     )  # fmt: skip
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)
     shift = CoreTurns(CoreLock(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
-    states = make_states(model.info, with_states, kv, device)
+    states = make_states(model.info, state_rows, kv, device)
     runner = Runner(model, kv, settings.block_size, masks, pooler, shift, states)
     draft = make_draft(
         small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,

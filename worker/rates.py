@@ -11,7 +11,7 @@ from kvferry.engine.events import Stepped
 from kvferry.engine.request import Request
 from kvferry.engine.runner import StepRunner
 from kvferry.engine.sampler import SampleRow
-from kvferry.engine.state_rows import ROWS, StateRows
+from kvferry.engine.state_rows import ROWS, StateRowPool
 from kvferry.engine.step_slices import Slice
 from kvferry.engine.window_blocks import WindowBlocks
 from kvferry.protocol.errors import ConfigError, reason
@@ -108,7 +108,7 @@ def warm_up(engine: Engine) -> Rates:
         ids = [block_id for block_id in request.block_ids for _ in range(groups.count)]
         request.windows = WindowBlocks(0, groups.count, ids)
     elif engine.states is not None:
-        request.state_rows = StateRows(tuple(range(ROWS)))
+        request.state_rows = StateRowPool(ROWS).take()
 
     def run(start: int, count: int) -> float:
         began = time.monotonic()

@@ -22,6 +22,8 @@ log = logging.getLogger("kvferry.worker")
 
 ROWS_SHARE = 0.25
 """Maximum share of the free memory for states; if it does not suffice for all requests, fewer run at once."""
+DRAFTING = 8
+"""Streams that can have all drafts at once, in rows of their own and of other requests; more of them hardly pay."""
 
 
 def require_no_ranks(settings: WorkerSettings, info: ModelInfo) -> None:
@@ -33,37 +35,29 @@ def require_no_ranks(settings: WorkerSettings, info: ModelInfo) -> None:
         )
 
 
-def drafts_of(settings: WorkerSettings, info: ModelInfo) -> int:
-    """Return the maximum number of draft tokens of a stream in a step; 0 with recurrent layers.
+def count_rows(settings: WorkerSettings, info: ModelInfo, available: float) -> int:
+    """Return how many rows of states the node has; 0 for a model without recurrent layers.
 
-    Such layers cannot take a token back."""
-    if info.state_floats and settings.num_speculative_tokens:
-        log.warning("%s has recurrent layers: its streams are computed without drafts", info.name)
-        return 0
-    return settings.num_speculative_tokens
-
-
-def state_requests(settings: WorkerSettings, info: ModelInfo, available: float) -> int:
-    """Return how many requests can have a state at once; 0 for a model without recurrent layers.
-
-    available: free memory in bytes; states take at most `ROWS_SHARE` of it. Raises ConfigError if not even one fits."""
+    available: free memory in bytes; states take at most `ROWS_SHARE` of it. Raises ConfigError if not even those of one
+    request fit."""
     if not info.state_floats:
         return 0
-    each = rows_bytes(info, 1)
-    most, room = max_running(settings.max_num_seqs), int(ROWS_SHARE * available // each)
-    if room < 1:
+    seats, room = max_running(settings.max_num_seqs), int(ROWS_SHARE * available // rows_bytes(info, 1))
+    if room < ROWS:
+        each = rows_bytes(info, ROWS)
         raise ConfigError(f"one request's states of {info.name} take {each} bytes, more than memory has room for")
-    if room < most:
+    if room < seats * ROWS:
         log.warning(
             "memory has room for the states of %d requests at once, fewer than --max-num-seqs %d",
-            room, settings.max_num_seqs,
+            room // ROWS, settings.max_num_seqs,
         )  # fmt: skip
-    return min(most, room)
+    drafting = min(seats, DRAFTING) * (ROWS + settings.num_speculative_tokens)
+    return min(room, max(seats * ROWS, drafting))
 
 
-def rows_bytes(info: ModelInfo, requests: int) -> int:
-    """Return the size of the states of `requests` requests, in bytes."""
-    return requests * ROWS * info.state_floats * STATE_DTYPE.itemsize
+def rows_bytes(info: ModelInfo, rows: int) -> int:
+    """Return the size of so many rows of states, in bytes."""
+    return rows * info.state_floats * STATE_DTYPE.itemsize
 
 
 def require_room(info: ModelInfo, layout: KVLayout, num_blocks: int) -> int:
@@ -80,12 +74,12 @@ def require_room(info: ModelInfo, layout: KVLayout, num_blocks: int) -> int:
     return blocks
 
 
-def make_states(info: ModelInfo, requests: int, kv: torch.Tensor, device: torch.device) -> StateMemory | None:
-    """Allocate the states of `requests` requests; return None if it is 0. Raises ConfigError."""
-    if not requests:
+def make_states(info: ModelInfo, rows: int, kv: torch.Tensor, device: torch.device) -> StateMemory | None:
+    """Allocate the rows of states; return None if there are none. Raises ConfigError."""
+    if not rows:
         return None
     try:
-        return StateMemory(make_rows(requests * ROWS, info.state_floats, device), kv)
+        return StateMemory(make_rows(rows, info.state_floats, device), kv)
     except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
         raise ConfigError("out of memory for recurrent states; lower --max-num-seqs", param="max_num_seqs") from error
 

@@ -113,7 +113,7 @@ class Arithmetic(BlockMemory):
                 self.memory[ids[at // BLOCK_SIZE - pages.first], at % BLOCK_SIZE] = kept ^ mark
             state = read(kept, state)
         if self.states is not None and request.state_rows is not None:
-            self.states.rows[request.state_rows.after] = torch.tensor([state >> 16, state & 0xFFFF, *FILLED]).float()
+            self.states.rows[request.state_rows.spare[0]] = torch.tensor([state >> 16, state & 0xFFFF, *FILLED]).float()
         return Sampled(state % VOCAB, None) if part.samples else None
 
     def _other_windows(self, table: list[int], pages: WindowBlocks, seen: range) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from kvferry.engine.models.hf import transformers_module
+from kvferry.engine.state_rows import ROWS
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.engine_factory import assemble
@@ -24,10 +25,14 @@ SHAPE = {
 }
 
 
-def save(path: Path, layers: int, words: int = 90) -> str:
-    """A tiny model whose tokenizer knows so many words."""
+def save(path: Path, layers: int, words: int = 90, *, recurrent: bool = False) -> str:
+    """A tiny model whose tokenizer knows so many words; recurrent: every other layer is a short convolution."""
     transformers = transformers_module()
-    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers)
+    if recurrent:
+        kinds = ["conv", "full_attention"] * (layers // 2)
+        config = transformers.Lfm2Config(**SHAPE, num_hidden_layers=layers, layer_types=kinds)
+    else:
+        config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     if words:
         Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0")).save(
@@ -76,6 +81,32 @@ def test_what_cannot_draft_is_refused(tmp_path: Path, words: int, given: dict[st
     with pytest.raises(ConfigError, match=told) as refused:
         assemble(settings(tmp_path, **{"speculative_model": small, **given}))
     assert refused.value.param == "speculative_model"
+
+
+def test_a_model_with_recurrent_layers_has_drafts_and_rows_for_their_states(tmp_path: Path) -> None:
+    save(tmp_path / "model", 4, recurrent=True)
+    engine = assemble(settings(tmp_path, speculative_model=save(tmp_path / "small", 2), max_num_seqs=4)).engine
+    assert engine.stepper._speculation
+    assert engine.draft_model is not None
+    assert engine.runner.states is not None
+    assert len(engine.runner.states.rows) == 5 * (ROWS + 3), "all streams, and the one that may come beside them"
+    warm_up(engine)
+    engine.check_integrity()
+    many = assemble(settings(tmp_path, max_num_seqs=64)).engine.runner.states
+    assert many is not None
+    assert len(many.rows) == 66 * ROWS, "the rows of requests that do not run are enough"
+
+
+def test_one_with_recurrent_layers_drafts_nothing(tmp_path: Path) -> None:
+    small = save(tmp_path / "small", 2, recurrent=True)
+    with pytest.raises(ConfigError, match="small has recurrent layers") as refused:
+        assemble(settings(tmp_path, speculative_model=small))
+    assert refused.value.param == "speculative_model"
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other/model", 4, recurrent=True)
+    engine = assemble(settings(tmp_path / "other", speculative_model=small)).engine
+    assert engine.draft_model is None
+    assert engine.stepper._speculation
 
 
 def test_an_equal_count_of_other_tokens_is_another_vocabulary(tmp_path: Path) -> None:
