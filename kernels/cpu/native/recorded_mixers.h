@@ -93,7 +93,7 @@ class NativeMixer {
   void set_conv(const Array& weight, const MaybeArray& bias, bool silu) {
     ConvTask& conv = view.conv;
     require(weight.ndim() == 2, kShape);
-    conv.channels = static_cast<int64_t>(weight.shape(0)), conv.width = static_cast<int64_t>(weight.shape(1));
+    conv.channels = weight.shape(0), conv.width = weight.shape(1);
     require(conv.width >= 1 && conv.width <= kMaxConvWidth, "a convolution is too wide");
     conv.weight = hold(weight, elements(weight)), conv.silu = silu;
     if (bias) conv.bias = hold(*bias, conv.channels);
