@@ -53,7 +53,7 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         seqs: int,
         tokens: int,
         shape: tuple[int, ...],
-        inputs: tuple[torch.Tensor, ...],
+        inputs: tuple[torch.Tensor | None, ...],
         work: float,
     ) -> Subject:
         size = int(torch.tensor(shape).prod())
@@ -70,7 +70,7 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         moved = 8.0 * size * seqs + (4.0 * size if title in RATES else 0.0)
         return name, run, moved * len(used), work * seqs * tokens * len(used)
 
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor | None, ...]
     for seqs, tokens in BATCHES:
         count = seqs * tokens
         for title, k_heads, heads, dim in (("delta rule 16 x 128", 16, 16, 128), ("delta rule 32 x 128", 16, 32, 128)):
@@ -89,3 +89,5 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         yield subject("state_space_scan", "scan 8192 x 16", seqs, tokens, (8192, 1, 16), inputs, 6.0 * 8192 * 16)
         inputs = (random(count, 8192), random(8192, 4), random(8192))
         yield subject("causal_conv", "convolution 8192 x 4", seqs, tokens, (8192, 3), inputs, 8.0 * 8192)
+        inputs = (random(count, 3 * 2048), random(2048, 3), None)
+        yield subject("gated_conv", "gated convolution 2048 x 3", seqs, tokens, (2048, 2), inputs, 8.0 * 2048)

@@ -123,7 +123,7 @@ class NativeKernels {
 
   // Recurrent layers (kernels.recurrent_layers). lens: query tokens of each sequence; before, after: rows of the states.
   void causal_conv(Array x, Array weight, MaybeArray bias, Array states, const std::vector<int64_t>& lens, Array before,
-                   Array after, bool silu, Array out);
+                   Array after, bool silu, bool gated, Array out);
   void delta_rule(Array q, Array k, Array v, Array decay, Array beta, Array states, const std::vector<int64_t>& lens,
                   Array before, Array after, Array out);
   void state_space(Array x, Array dt, Array a, Array b, Array c, MaybeArray d, Array states,

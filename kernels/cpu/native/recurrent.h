@@ -50,13 +50,15 @@ inline const void* of_tokens(const Array& a, int kind, std::initializer_list<int
 }
 
 inline void NativeKernels::causal_conv(Array x, Array weight, MaybeArray bias, Array states,
-                                       const std::vector<int64_t>& lens, Array before, Array after, bool silu, Array out) {
+                                       const std::vector<int64_t>& lens, Array before, Array after, bool silu, bool gated,
+                                       Array out) {
   const int kind = kind_of(x);
   const SequenceRows rows(lens, before, after, states);
   ConvTask task{};
   task.channels = weight.shape(0), task.width = weight.shape(1);
   require(task.width >= 1 && task.width <= kMaxConvWidth, "a convolution is too wide");
-  task.x = of_tokens(x, kind, {rows.tokens(), task.channels}), task.x_step = x.stride(0);
+  task.x = of_tokens(x, kind, {rows.tokens(), gated ? 3 * task.channels : task.channels}), task.x_step = x.stride(0);
+  if (gated) task.take_gates(kind == 1 ? sizeof(uint16_t) : sizeof(float));
   task.out = whole(out, kind, 2);
   task.weight = whole(weight, kind_of(weight), 2), task.narrow_weight = kind_of(weight) == 1;
   if (bias) {
