@@ -64,7 +64,7 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         options = {"silu": True} if kind == "causal_conv" else {}
 
         def run() -> None:
-            for each in used:  # results are dropped as in a model, or each would lie in pages that are new to the process
+            for each in used:  # results are dropped as in a model: kept, each lies in pages that are new
                 getattr(ops, kind)(*inputs, each, plan, **options)
 
         name = f"{title}, {seqs} decodes" if tokens == 1 else f"{title}, {tokens} tokens"
