@@ -53,7 +53,7 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         seqs: int,
         tokens: int,
         shape: tuple[int, ...],
-        inputs: tuple[torch.Tensor, ...],
+        inputs: tuple[torch.Tensor | None, ...],
         work: float,
     ) -> Subject:
         size = int(torch.tensor(shape).prod())
@@ -63,14 +63,15 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         used = states if tokens == 1 else states[:1]
         options = {"silu": True} if kind == "causal_conv" else {}
 
-        def run() -> list[torch.Tensor]:
-            return [getattr(ops, kind)(*inputs, each, plan, **options) for each in used]
+        def run() -> None:
+            for each in used:  # results are dropped as in a model: kept, each lies in pages that are new
+                getattr(ops, kind)(*inputs, each, plan, **options)
 
         name = f"{title}, {seqs} decodes" if tokens == 1 else f"{title}, {tokens} tokens"
         moved = 8.0 * size * seqs + (4.0 * size if title in RATES else 0.0)
         return name, run, moved * len(used), work * seqs * tokens * len(used)
 
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor | None, ...]
     for seqs, tokens in BATCHES:
         count = seqs * tokens
         for title, k_heads, heads, dim in (("delta rule 16 x 128", 16, 16, 128), ("delta rule 32 x 128", 16, 32, 128)):
@@ -89,3 +90,5 @@ def recurrent_subjects(ops: CpuOps) -> Iterator[Subject]:
         yield subject("state_space_scan", "scan 8192 x 16", seqs, tokens, (8192, 1, 16), inputs, 6.0 * 8192 * 16)
         inputs = (random(count, 8192), random(8192, 4), random(8192))
         yield subject("causal_conv", "convolution 8192 x 4", seqs, tokens, (8192, 3), inputs, 8.0 * 8192)
+        inputs = (random(count, 3 * 2048), random(2048, 3), None)
+        yield subject("gated_conv", "gated convolution 2048 x 3", seqs, tokens, (2048, 2), inputs, 8.0 * 2048)

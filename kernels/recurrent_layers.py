@@ -38,6 +38,17 @@ class TorchRecurrent(TorchMixerGates):
             keep(seen[:, seen.shape[1] - width + 1 :])
         return out
 
+    def gated_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        before, behind, value = x.chunk(3, 1)
+        return behind * self.causal_conv(before * value, weight, bias, states, plan, silu=False)
+
     def gated_delta_rule(
         self,
         q: torch.Tensor,

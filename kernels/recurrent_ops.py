@@ -32,6 +32,18 @@ class RecurrentOps(Protocol):
         weight: [channels, width], the newest token's last. bias: [channels]. states: [rows, channels, width - 1], the
         inputs before. silu: apply SiLU to the result."""
 
+    def gated_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        """Return c * conv(b * x) [T, channels] of `causal_conv` (LFM2); both products' factors are rounded as stored.
+
+        x: b, c and x of each token, [T, 3 * channels]. The states hold b * x."""
+
     def gated_delta_rule(
         self,
         q: torch.Tensor,

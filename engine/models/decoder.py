@@ -17,7 +17,7 @@ from kvferry.engine.models.layer_inputs import Inputs
 from kvferry.engine.models.media_inputs import embedded
 from kvferry.engine.models.mixers import Mixers
 from kvferry.engine.models.parameters import Parameters
-from kvferry.engine.models.rotations import Rotations, Tables, axes_of
+from kvferry.engine.models.rotations import Rotations
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import Experts, Latent, Ungated
 from kvferry.kernels.decoder_step import Halted, NextLogits, Step, always
@@ -31,34 +31,30 @@ from kvferry.protocol.layer_groups import LayerGroups
 
 
 class Decoder(Model):
-    """Implements `engine.models.base.Model`.
-
-    rope: tables of rotation. local: those of layers with a window, if different."""
+    """Implements `engine.models.base.Model`."""
 
     resumable = True
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        info: ModelInfo,
-        parameters: Parameters,
-        rope: Tables,
-        ops: Ops,
-        local: Tables | None = None,
-    ):
+        self, config: DecoderConfig, info: ModelInfo, parameters: Parameters, rotations: Rotations, ops: Ops
+    ) -> None:
         self.config = config
         self.info = info
         weight = parameters.norm.weight if isinstance(parameters.norm, LayerNorm) else parameters.norm
         self.dtype, self.device = weight.dtype, weight.device
         self.parameters = parameters
-        self._rotations = Rotations(rope, local, axes_of(config.rope, self.device))
-        self._temperatures = config.temperature.table(len(rope[0]), self.device) if config.temperature else None
+        self._rotations = rotations
+        self._temperatures = (
+            config.temperature.table(len(rotations.rope[0]), self.device) if config.temperature else None
+        )
         self.ops = ops
         self._activated = activation_of(config, ops)
         self._mixers = Mixers(ops, StateLayout(config.states))
         self._groups, self._cached = layer_places(parameters, info)
         self._scale = config.factors.attention or config.head_dim**-0.5
-        self._step = ops.record(decoder_form(config, parameters, rope, self._scale, self.logits), self._one_by_one)
+        self._step = ops.record(
+            decoder_form(config, parameters, rotations.rope, self._scale, self.logits), self._one_by_one
+        )
 
     def divide(self, groups: LayerGroups) -> None:
         """Give groups of layers blocks of their own; before the layout of the pool is asked for."""

@@ -22,7 +22,8 @@ from kvferry.engine.models.heap_trim import trim_heap
 from kvferry.engine.models.multipliers import MultipliedWeights
 from kvferry.engine.models.parameters import ParameterLoader, Parameters, Progress
 from kvferry.engine.models.reader import Peaks, TensorReader, whole_rows
-from kvferry.engine.models.rope import rope_tables, stretched
+from kvferry.engine.models.rope import stretched
+from kvferry.engine.models.rotations import rotations_of
 from kvferry.engine.models.shared_weights import one_copy
 from kvferry.engine.models.stacked import StackedWeights
 from kvferry.engine.models.tensor_names import renamed
@@ -244,7 +245,5 @@ def _load_decoder(
     length = min(max_model_len or opened.max_model_len, opened.max_model_len)
     long = ("longrope",) if stretched(config.rope, length) else ()
     info = decoder_info(source, opened.config, opened.max_model_len, (*kept, *long))
-    turned = length if any(config.rotated) else 1
-    rope = rope_tables(config.rope, turned, device, opened.rope_divisors)
-    local = rope_tables(config.local_rope, length, device) if config.local_rope else None
-    return build(config, info, parameters, rope, ops, local)
+    rotations = rotations_of(config, length, device, opened.rope_divisors)
+    return build(config, info, parameters, rotations, ops)

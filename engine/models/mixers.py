@@ -43,10 +43,9 @@ class Mixers:
         return self._layout.view(plan.states.rows, part)
 
     def _short_conv(self, own: ShortConv, x: torch.Tensor, plan: BatchPlan, dense: Dense) -> torch.Tensor:
-        before, behind, value = dense(own.inputs, "in_proj", x).chunk(3, 1)
-        states = self._state(plan, own.part)
-        mixed = self._ops.causal_conv(before * value, own.conv, own.conv_bias, states, plan, silu=False)
-        return dense(own.out, "out_proj", behind * mixed)
+        inputs, states = dense(own.inputs, "in_proj", x), self._state(plan, own.part)
+        mixed = self._ops.gated_conv(inputs, own.conv, own.conv_bias, states, plan)
+        return dense(own.out, "out_proj", mixed)
 
     def _gated_delta(self, own: GatedDelta, x: torch.Tensor, plan: BatchPlan, dense: Dense) -> torch.Tensor:
         keys, values = own.k_heads * own.k_dim, own.v_heads * own.v_dim

@@ -15,19 +15,36 @@ import torch
 from kvferry.engine.models.rope_config import RopeConfig, mscale
 from kvferry.protocol.errors import ConfigError
 
+ROWS_AT_ONCE = 1 << 15
+"""Rows of the tables that are computed together, in positions."""
 
-def rope_tables(
-    rope: RopeConfig, length: int, device: torch.device, divisors: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin), float32 [length, rope.dim / 2].
 
-    divisors [rope.dim / 2]: per-frequency factors that a GGUF has in place of llama3's settings."""
-    frequencies, scale = _frequencies(rope, length)
-    if divisors is not None:
-        frequencies = frequencies / divisors.float().cpu()
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos = angles.cos().mul_(scale)
-    return cos.to(device), angles.sin_().mul_(scale).to(device)  # in place: the tables of long contexts take GiB
+class RopeTables:
+    """Tables `cos` and `sin`, float32 [length, rope.dim / 2], whose rows are computed once a sequence reaches them.
+
+    Tables of contexts of millions of tokens take GiB, and rows of a CPU take memory once they are written. On other
+    devices all rows are computed at once. divisors [rope.dim / 2]: per-frequency factors that a GGUF has in place of
+    llama3's settings."""
+
+    def __init__(
+        self, rope: RopeConfig, length: int, device: torch.device, divisors: torch.Tensor | None = None
+    ) -> None:
+        self._frequencies, self._scale = _frequencies(rope, length)
+        if divisors is not None:
+            self._frequencies = self._frequencies / divisors.float().cpu()
+        shape = length, len(self._frequencies)
+        self.cos, self.sin = torch.empty(shape, device=device), torch.empty(shape, device=device)
+        self._computed = 0
+        self.reach(1 if device.type == "cpu" else length)
+
+    def reach(self, length: int) -> None:
+        """Compute the rows of sequences of this length that are missing."""
+        while self._computed < min(length, len(self.cos)):
+            begin, end = self._computed, min(self._computed + ROWS_AT_ONCE, len(self.cos))
+            angles = torch.outer(torch.arange(begin, end, dtype=torch.float32), self._frequencies)
+            self.cos[begin:end] = angles.cos().mul_(self._scale)
+            self.sin[begin:end] = angles.sin_().mul_(self._scale)
+            self._computed = end
 
 
 def _frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:

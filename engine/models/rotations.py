@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from kvferry.engine.models.config import DecoderConfig
+from kvferry.engine.models.rope import RopeTables
 from kvferry.engine.models.rope_config import RopeConfig
 from kvferry.kernels.batch_plan import BatchPlan
 
@@ -19,14 +21,18 @@ class Rotations:
     rope: tables of the layers. local: those of layers with a window, if different. axes: int64 [rotary_dim / 2], which
     of a token's three positions turns each frequency; None: only the first one does."""
 
-    def __init__(self, rope: Tables, local: Tables | None, axes: torch.Tensor | None) -> None:
-        self.rope, self.local, self._axes = rope, local or rope, axes
-        self._step: tuple[BatchPlan | None, Tables] = None, rope
+    def __init__(self, rope: RopeTables, local: RopeTables | None = None, axes: torch.Tensor | None = None) -> None:
+        self._growing = (rope,) if local is None else (rope, local)
+        self.rope, self.local = ((each.cos, each.sin) for each in (rope, local or rope))
+        self._axes = axes
+        self._step: tuple[BatchPlan | None, Tables] = None, self.rope
 
     def placed(self, plan: BatchPlan) -> BatchPlan:
         """Return the plan whose `positions` are where `tables` are read.
 
         Tokens without media have three equal positions, so a batch of these alone needs no tables of its own."""
+        for each in self._growing:
+            each.reach(max(plan.total_lens, default=0))
         if plan.rope_positions is None:
             return plan
         if plan.media is None or self._axes is None:
@@ -50,7 +56,14 @@ class Rotations:
         return cos, sin
 
 
-def axes_of(rope: RopeConfig, device: torch.device) -> torch.Tensor | None:
+def rotations_of(config: DecoderConfig, length: int, device: torch.device, divisors: torch.Tensor | None) -> Rotations:
+    """Return the rotations of sequences of up to `length` tokens. divisors: see `RopeTables`."""
+    rope = RopeTables(config.rope, length if any(config.rotated) else 1, device, divisors)
+    local = RopeTables(config.local_rope, length, device) if config.local_rope else None
+    return Rotations(rope, local, _axes_of(config.rope, device))
+
+
+def _axes_of(rope: RopeConfig, device: torch.device) -> torch.Tensor | None:
     """Return which of a token's three positions turns each frequency, int64 [dim / 2]; None: the first turns all."""
     if not rope.sections:
         return None

@@ -99,10 +99,11 @@ class Kernels:
         before: Tensor,
         after: Tensor,
         silu: bool,
+        gated: bool,
         out: Tensor,
     ) -> None:
-        """As kernels.recurrent_ops.RecurrentOps. lens: query tokens of each sequence; before, after: its rows of the
-        states."""
+        """As kernels.recurrent_ops.RecurrentOps, gated: as its gated_conv. lens: query tokens of each sequence; before,
+        after: its rows of the states."""
     def delta_rule(
         self,
         q: Tensor,

@@ -34,12 +34,36 @@ class CpuRecurrent(TorchRecurrent):
         *,
         silu: bool,
     ) -> torch.Tensor:
-        parameters = (weight,) if bias is None else (weight, bias)
-        if not _native(x, *parameters) or weight.shape[1] > _MAX_WIDTH:
+        if not _convolved(x, weight, bias):
             return super().causal_conv(x, weight, bias, states, plan, silu=silu)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        return self._conv(x, weight, bias, states, plan, silu=silu, gated=False)
+
+    def gated_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        plan: BatchPlan,
+    ) -> torch.Tensor:
+        if not _convolved(x, weight, bias):
+            return super().gated_conv(x, weight, bias, states, plan)
+        return self._conv(x, weight, bias, states, plan, silu=False, gated=True)
+
+    def _conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        plan: BatchPlan,
+        *,
+        silu: bool,
+        gated: bool,
+    ) -> torch.Tensor:
+        out = torch.empty(len(x), len(weight), dtype=x.dtype)
         bias = None if bias is None else bias.contiguous()
-        self.kernels.causal_conv(dense_tokens(x), weight.contiguous(), bias, states, *_rows(plan), silu, out)
+        self.kernels.causal_conv(dense_tokens(x), weight.contiguous(), bias, states, *_rows(plan), silu, gated, out)
         return out
 
     def gated_delta_rule(
@@ -111,6 +135,11 @@ class CpuRecurrent(TorchRecurrent):
 def _native(*tensors: torch.Tensor) -> bool:
     """Return whether the compiled kernels have formats for all."""
     return all(each.dtype in _DTYPES for each in tensors)
+
+
+def _convolved(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether the compiled kernels have the convolution."""
+    return _native(x, weight) and (bias is None or _native(bias)) and weight.shape[1] <= _MAX_WIDTH
 
 
 def _rows(plan: BatchPlan) -> tuple[list[int], torch.Tensor, torch.Tensor]:

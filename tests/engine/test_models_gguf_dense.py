@@ -15,7 +15,7 @@ import torch
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
-from kvferry.engine.models.rope import rope_tables
+from kvferry.engine.models.rope import RopeTables
 from kvferry.engine.models.rope_config import RopeConfig
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
@@ -153,8 +153,8 @@ def divisors(config: Any) -> np.ndarray:
     """Return what the converter makes of llama3's settings: factors of each wavelength."""
     rope, dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
     plain = RopeConfig(rope["rope_theta"], dim, rope["original_max_position_embeddings"])
-    tables = (rope_tables(each, 2, CPU) for each in (plain, replace(plain, kind="llama3", factor=rope["factor"])))
-    before, after = (torch.atan2(sin, cos)[1] for cos, sin in tables)
+    tables = (RopeTables(each, 2, CPU) for each in (plain, replace(plain, kind="llama3", factor=rope["factor"])))
+    before, after = (torch.atan2(each.sin, each.cos)[1] for each in tables)
     return (before / after).numpy()
 
 

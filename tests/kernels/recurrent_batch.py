@@ -104,6 +104,12 @@ def convolution(name: str, tokens: int, dtype: torch.dtype, *, bias: bool = True
     return Layer("causal_conv", (strided(x), weight, own), (0,), (channels, width - 1))
 
 
+def gated_convolution(name: str, tokens: int, dtype: torch.dtype, *, bias: bool = True) -> Layer:
+    layer, numbers = convolution(name, tokens, dtype, bias=bias), torch.Generator().manual_seed(tokens + 1)
+    x = torch.randn(tokens, 3 * CONVOLUTIONS[name][0], generator=numbers).to(dtype)
+    return Layer("gated_conv", (strided(x), *layer.inputs[1:]), layer.of_tokens, layer.inner)
+
+
 def delta_rule(name: str, tokens: int, dtype: torch.dtype) -> Layer:
     numbers, (k_heads, v_heads, k_dim, v_dim) = torch.Generator().manual_seed(tokens), DELTA_RULES[name]
     q, k = (strided(torch.randn(tokens, k_heads, k_dim, generator=numbers).to(dtype)) for _ in range(2))
@@ -127,7 +133,7 @@ def scan(name: str, tokens: int, dtype: torch.dtype, *, direct: bool = True) -> 
 def every_layer(tokens: int, dtype: torch.dtype) -> list[Layer]:
     """Return a layer of each shape."""
     return [
-        *(convolution(name, tokens, dtype) for name in CONVOLUTIONS),
+        *(make(name, tokens, dtype) for make in (convolution, gated_convolution) for name in CONVOLUTIONS),
         *(delta_rule(name, tokens, dtype) for name in DELTA_RULES),
         *(scan(name, tokens, dtype) for name in {**SCANS, **CHANNELS} if name != "odd"),
     ]

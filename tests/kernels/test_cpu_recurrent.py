@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvferry.kernels.cpu import CpuOps, instruction_sets
+from kvferry.kernels.recurrent_layers import TorchRecurrent
 from kvferry.kernels.reference import ReferenceOps
 from tests.kernels.recurrent_batch import (
     BATCHES,
@@ -25,6 +26,7 @@ from tests.kernels.recurrent_batch import (
     every_layer,
     extreme_delta_rule,
     extreme_scan,
+    gated_convolution,
     known,
     plan_of,
     scan,
@@ -52,6 +54,23 @@ def test_convolutions(ops: CpuOps, dtype: torch.dtype, batch: str) -> None:
     for name in CONVOLUTIONS:
         for bias in (True, False):
             both(ops, batch, known(convolution, name, batch, dtype, bias=bias))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_a_convolution_round_as_products_of_their_own(ops: CpuOps, dtype: torch.dtype, batch: str) -> None:
+    """Whatever multiplies before and behind it, so that all backends and recorded steps agree."""
+    lens, before, after = BATCHES[batch]
+    for name in CONVOLUTIONS:
+        case = known(gated_convolution, name, batch, dtype)
+        both(ops, batch, case)
+        rows = case[0].rows()
+        own, others = rows.clone(), rows.clone()
+        found = case[0].run(ops, plan_of(lens, own, before, after))
+        x, weight, bias = case[0].inputs
+        plan = plan_of(lens, others, before, after)
+        assert torch.equal(found, TorchRecurrent.gated_conv(ops, x, weight, bias, case[0].states(others), plan))
+        assert torch.equal(own, others)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -13,8 +13,9 @@ from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.parameters import ParameterLoader
 from kvferry.engine.models.reader import TensorReader
-from kvferry.engine.models.rope import rope_tables
+from kvferry.engine.models.rope import RopeTables
 from kvferry.engine.models.rope_config import RopeConfig
+from kvferry.engine.models.rotations import Rotations
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.cpu.step import MAX_DECODES, MAX_ROWS, CpuStep
@@ -98,7 +99,7 @@ def decoder(
 ) -> Decoder:
     info = ModelInfo("noise", "1", config.num_layers, config.num_kv_heads, config.head_dim, config.vocab_size, 512)
     parameters = ParameterLoader(TensorReader(config, weights, CPU, dtype, ops, quantization)).load()
-    return Decoder(config, info, parameters, rope_tables(config.rope, 512, CPU), ops)
+    return Decoder(config, info, parameters, Rotations(RopeTables(config.rope, 512, CPU)), ops)
 
 
 def batch(

@@ -15,7 +15,8 @@ from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.engine.models.parameters import ParameterLoader
 from kvferry.engine.models.reader import TensorReader
-from kvferry.engine.models.rope import rope_tables
+from kvferry.engine.models.rope import RopeTables
+from kvferry.engine.models.rotations import Rotations
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cuda_graphs import CAPTURED_ROWS, GraphStep
 from kvferry.kernels.triton import TritonOps
@@ -53,7 +54,7 @@ def decoder(ops: TritonOps, given: dict[str, Any] = CONFIG, dtype: torch.dtype =
     weights._numbers *= 12
     info = ModelInfo("m", "1", config.num_layers, config.num_kv_heads, config.head_dim, VOCAB, LONGEST)
     parameters = ParameterLoader(TensorReader(config, weights, PLACE, dtype, ops)).load()
-    return Decoder(config, info, parameters, rope_tables(config.rope, LONGEST, PLACE), ops)
+    return Decoder(config, info, parameters, Rotations(RopeTables(config.rope, LONGEST, PLACE)), ops)
 
 
 class Streams:

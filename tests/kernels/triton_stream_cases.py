@@ -18,7 +18,8 @@ from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.engine.models.parameters import ParameterLoader
 from kvferry.engine.models.reader import TensorReader
-from kvferry.engine.models.rope import rope_tables
+from kvferry.engine.models.rope import RopeTables
+from kvferry.engine.models.rotations import Rotations
 from kvferry.engine.request import Request
 from kvferry.engine.runner import Runner
 from kvferry.engine.step_slices import Slice
@@ -74,7 +75,7 @@ def decoder(ops: Ops, given: dict[str, Any]) -> Decoder:
     weights._numbers *= 3 if GPU else 12
     info = ModelInfo("m", "1", config.num_layers, config.num_kv_heads, config.head_dim, VOCAB, LONGEST)
     read = ParameterLoader(TensorReader(config, weights, PLACE, DTYPE, ops)).load()
-    return Decoder(config, info, read, rope_tables(config.rope, LONGEST, PLACE), ops)
+    return Decoder(config, info, read, Rotations(RopeTables(config.rope, LONGEST, PLACE)), ops)
 
 
 class Streams:

@@ -1,19 +1,15 @@
 // Tensors from Python: checked once here, plain pointers behind.
 #pragma once
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
 #include <initializer_list>
 #include <optional>
 #include <string>
 
+#include "array.h"
 #include "types.h"
 
 namespace kvferry {
 
-namespace nb = nanobind;
-using Array = nb::ndarray<nb::device::cpu>;
 using MaybeArray = std::optional<Array>;
 
 inline void require(bool holds, const char* what) {
@@ -36,7 +32,7 @@ inline bool dense_from(const Array& a, size_t first) {
   int64_t step = 1;
   for (size_t i = a.ndim(); i-- > first;) {
     if (a.shape(i) != 1 && a.stride(i) != step) return false;
-    step *= static_cast<int64_t>(a.shape(i));
+    step *= a.shape(i);
   }
   return true;
 }
@@ -55,7 +51,7 @@ const T* typed(const Array& a, size_t ndim) {
   return static_cast<const T*>(a.data());
 }
 
-inline int64_t elements(const Array& a) { return static_cast<int64_t>(a.size()); }
+inline int64_t elements(const Array& a) { return a.size(); }
 
 inline bool is_int8(const Array& a) { return a.dtype() == nb::dtype<int8_t>(); }
 
@@ -65,16 +61,16 @@ inline KVLayer kv_layer(const Array& a, int kind) {
   const size_t n = a.ndim();
   require((is_int8(a) || kind_of(a) == kind) && (n == 5 || n == 6) && dense_from(a, n - 2),
           "the cache has another layout than the operation takes");
-  const auto width = static_cast<int64_t>(a.shape(n - 1)), dim = is_int8(a) ? width - 4 : width;
-  return {a.data(), a.stride(0), a.stride(n - 4), a.stride(n - 3), width, static_cast<int64_t>(a.shape(n - 2)),
-          static_cast<int64_t>(a.shape(n - 3)), dim, dim, is_int8(a)};
+  const auto width = a.shape(n - 1), dim = is_int8(a) ? width - 4 : width;
+  return {a.data(), a.stride(0), a.stride(n - 4), a.stride(n - 3), width, a.shape(n - 2),
+          a.shape(n - 3), dim, dim, is_int8(a)};
 }
 
 // The same; of a cache of one plane V are the last dims of what is stored, as many as `out` has.
 inline KVLayer kv_layer_of(const Array& a, int kind, const Array& out) {
   KVLayer kv = kv_layer(a, kind);
   if (a.shape(a.ndim() - 4) != 1) return kv;
-  kv.v_dim = static_cast<int64_t>(out.shape(out.ndim() - 1));
+  kv.v_dim = out.shape(out.ndim() - 1);
   kv.kv_step = kv.dim - kv.v_dim;
   require(kv.v_dim <= kv.dim, "the result does not fit the cache");
   return kv;
@@ -88,7 +84,7 @@ inline Scoring scoring_of(float scale, float cap, const MaybeArray& sinks, int64
 
 inline Rope rope_of(const MaybeArray& cos, const MaybeArray& sin, int64_t dim) {
   if (!cos || !sin) return {};
-  const int64_t half = static_cast<int64_t>(cos->shape(1));
+  const int64_t half = cos->shape(1);
   require(2 * half <= dim, "the rotation is wider than a head");
   return {typed<float>(*cos, 2), typed<float>(*sin, 2), half};
 }

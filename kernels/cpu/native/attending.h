@@ -14,15 +14,15 @@ inline void NativeKernels::decode(Array q, Array kv, Array block_table, Array to
   task.kv = kv_layer_of(kv, kind, out);
   task.q = whole(q, kind, 3);
   task.out = whole(out, kind, 3);
-  task.heads = static_cast<int64_t>(q.shape(1));
+  task.heads = q.shape(1);
   task.scoring = scoring_of(scale, cap, sinks, task.heads);
   task.window = window;
-  require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim, "q does not fit the cache");
+  require(task.heads % task.kv.heads == 0 && q.shape(2) == task.kv.dim, "q does not fit the cache");
   require(elements(out) == elements(q) / task.kv.dim * task.kv.v_dim && task.kv.v_dim % 16 == 0,
           "the result does not fit the cache");
-  require(rows <= static_cast<int64_t>(q.shape(0)) && rows <= static_cast<int64_t>(total_len.shape(0)) &&
-              rows <= static_cast<int64_t>(block_table.shape(0)), "more rows than the batch has");
-  task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), static_cast<int64_t>(block_table.shape(1)),
+  require(rows <= q.shape(0) && rows <= total_len.shape(0) &&
+              rows <= block_table.shape(0), "more rows than the batch has");
+  task.batch = {rows, nullptr, nullptr, typed<int32_t>(block_table, 2), block_table.shape(1),
                 typed<int32_t>(total_len, 1)};
   const int64_t group = task.heads / task.kv.heads, floats = decode_floats(1, task.heads, task.kv.v_dim);
   const bool panels = kind == 1 && task.kv.dim % kPanel == 0 && task.kv.v_dim % kPanel == 0 && task.kv.dim <= kMaxDim;
@@ -46,15 +46,15 @@ inline void NativeKernels::prefill(Array q, Array kv, Array blocks, int64_t tota
   task.kv = kv_layer_of(kv, 1, out);
   task.q = whole(q, 1, 3);
   task.out = whole(out, 1, 3);
-  task.query_len = static_cast<int64_t>(q.shape(0));
-  task.heads = static_cast<int64_t>(q.shape(1));
+  task.query_len = q.shape(0);
+  task.heads = q.shape(1);
   task.q_step = q.stride(0), task.out_step = out.stride(0);
   task.total_len = total_len;
   task.window = window;
   task.scoring = scoring_of(scale, cap, sinks, task.heads);
   task.table = typed<int32_t>(blocks, 1);
   task.dims = task.kv.dims();
-  require(task.heads % task.kv.heads == 0 && static_cast<int64_t>(q.shape(2)) == task.kv.dim &&
+  require(task.heads % task.kv.heads == 0 && q.shape(2) == task.kv.dim &&
               task.kv.dim % kPanel == 0 && task.kv.dim <= kMaxDim, "q does not fit the cache");
   require(task.dims.v % kPanel == 0 &&
               elements(out) == task.query_len * task.heads * task.dims.v, "the result does not fit the cache");
@@ -81,11 +81,11 @@ inline void NativeKernels::expanded(const Packed& expand, Array q, Array kv, Arr
   task.kv = kv_layer(kv, 1);
   task.q = whole(q, 1, 3);
   task.out = whole(out, 1, 3);
-  task.query_len = static_cast<int64_t>(q.shape(0));
-  task.heads = static_cast<int64_t>(q.shape(1));
+  task.query_len = q.shape(0);
+  task.heads = q.shape(1);
   task.total_len = total_len;
   task.rotated = task.kv.dim - task.expand.in;
-  task.dims = {static_cast<int64_t>(q.shape(2)), static_cast<int64_t>(out.shape(2))};
+  task.dims = {q.shape(2), out.shape(2)};
   task.scoring.scale = scale;
   task.table = typed<int32_t>(blocks, 1);
   const int64_t plain = task.dims.k - task.rotated;

@@ -7,15 +7,16 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kConvBlock = 64;  // channels of an item of work
-constexpr int64_t kConvRun = 16;    // tokens that a vector of channels takes before the next vector
+constexpr int64_t kConvBlock = 64;      // channels of an item of work
+constexpr int64_t kConvTogether = 512;  // channels of a decode before those of the next: processors read ahead in long runs
+constexpr int64_t kConvRun = 16;        // tokens that a vector of channels takes before the next vector
 
-// What a block of channels needs, with the channels in a vector's lanes: taps, and the inputs before the next token, the
+// What neighbouring channels need, with the channels in a vector's lanes: taps, and the inputs before the next token, the
 // oldest first.
 struct ConvBlock {
-  alignas(64) float taps[kMaxConvWidth][kConvBlock];
-  alignas(64) float bias[kConvBlock];
-  alignas(64) float last[kMaxConvWidth][kConvBlock];
+  alignas(64) float taps[kMaxConvWidth][kConvTogether];
+  alignas(64) float bias[kConvTogether];
+  alignas(64) float last[kMaxConvWidth][kConvTogether];
 };
 
 // Lane i is what both vectors, one behind the other, have at the i-th place; of places that they lack, anything.
@@ -55,9 +56,9 @@ KVF_INLINE void store_rows_of(const Floats* columns, float* to, std::integer_seq
   (put<Stream>(to + Column * kLanes, row_of<Columns, Column>(columns, std::make_integer_sequence<int, kLanes>())), ...);
 }
 
-// to [columns][kConvBlock] = the transpose of from [count][columns]; Columns: their number, or 0 where only `columns` knows it.
+// to [columns][kConvTogether] = the transpose of from [count][columns]. Columns: their number, or 0 where only `columns` is it.
 template <int Columns, class T>
-KVF_INLINE void load_turned(const T* from, int64_t count, int64_t columns, float (*to)[kConvBlock]) {
+KVF_INLINE void load_turned(const T* from, int64_t count, int64_t columns, float (*to)[kConvTogether]) {
   int64_t c = 0;
   if constexpr (Columns > 0)
     for (; c + kLanes <= count; c += kLanes) {
@@ -69,9 +70,9 @@ KVF_INLINE void load_turned(const T* from, int64_t count, int64_t columns, float
     for (int64_t i = 0; i < columns; ++i) to[i][c] = load_one(from + c * columns + i);
 }
 
-// to [count][columns] = the transpose of from [columns][kConvBlock]. Stream: past the caches.
+// to [count][columns] = the transpose of from [columns][kConvTogether]. Stream: past the caches.
 template <int Columns, bool Stream>
-KVF_INLINE void store_turned(const float (*from)[kConvBlock], int64_t count, int64_t columns, float* to) {
+KVF_INLINE void store_turned(const float (*from)[kConvTogether], int64_t count, int64_t columns, float* to) {
   int64_t c = 0;
   if constexpr (Columns > 0)
     for (; c + kLanes <= count; c += kLanes) {
@@ -96,9 +97,26 @@ KVF_INLINE void load_taps(const ConvTask& t, int64_t first, int64_t count, ConvB
   if (t.bias != nullptr && !t.narrow_bias) widen_all(static_cast<const float*>(t.bias) + first, count, block.bias);
 }
 
+// What the convolution takes of `count` channels of a token, and what it gives. at: where the first of them lies in x.
+template <class T, bool Gated>
+KVF_INLINE Floats taken(const ConvTask& t, int64_t at, int64_t count) {
+  const T* x = static_cast<const T*>(t.x) + at;
+  const Floats found = load_part(x, count);
+  if constexpr (Gated) return rounded_to(found * load_part(static_cast<const T*>(t.factor) + at, count), x);
+  return found;
+}
+
+template <class T, bool Gated>
+KVF_INLINE void give(const ConvTask& t, int64_t at, int64_t count, Floats total, T* to) {
+  if constexpr (Gated)
+    store_part(to, rounded_to(total, to) * load_part(static_cast<const T*>(t.gate) + at, count), count);
+  else
+    store_part(to, t.silu ? silu(total) : total, count);
+}
+
 // Tokens [begin, end) of kLanes channels of a block from `c` on, of which `count` there are. Width: of the taps, known to the
 // compiler, or 0.
-template <class T, int Width>
+template <class T, int Width, bool Gated>
 KVF_INLINE void convolve_lanes(const ConvTask& t, int64_t begin, int64_t end, int64_t first, int64_t c, int64_t count,
                                ConvBlock& block) {
   const int64_t width = Width > 0 ? Width : t.width;
@@ -107,11 +125,11 @@ KVF_INLINE void convolve_lanes(const ConvTask& t, int64_t begin, int64_t end, in
   for (int64_t i = 0; i < width; ++i) taps[i] = load(block.taps[i] + c), inputs[i] = load(block.last[i] + c);
   const Floats bias = load(block.bias + c);
   for (int64_t at = begin; at < end; ++at) {
-    inputs[width - 1] = load_part(static_cast<const T*>(t.x) + at * t.x_step + first + c, count);
+    inputs[width - 1] = taken<T, Gated>(t, at * t.x_step + first + c, count);
     Floats total = bias;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < width; ++i) total = total + taps[i] * inputs[i];
-    store_part(static_cast<T*>(t.out) + at * t.channels + first + c, t.silu ? silu(total) : total, count);
+    give<T, Gated>(t, at * t.x_step + first + c, count, total, static_cast<T*>(t.out) + at * t.channels + first + c);
 #pragma GCC unroll 4
     for (int64_t i = 0; i + 1 < width; ++i) inputs[i] = inputs[i + 1];
   }
@@ -119,28 +137,27 @@ KVF_INLINE void convolve_lanes(const ConvTask& t, int64_t begin, int64_t end, in
   for (int64_t i = 0; i + 1 < width; ++i) store(block.last[i] + c, inputs[i]);
 }
 
-// One token of one whole block of channels, whose state goes from registers to registers.
-template <class T, int Width, bool Stream>
-inline __attribute__((noinline)) void convolve_token(const ConvTask& t, int64_t first, int64_t token, const float* before, float* after,
-                               const ConvBlock& block) {
+// One token of a block of whole vectors of channels, whose state goes from registers to registers.
+template <class T, int Width, bool Gated, bool Stream>
+inline __attribute__((noinline)) void convolve_token(const ConvTask& t, int64_t first, int64_t count, int64_t token,
+                                                     const float* before, float* after, const ConvBlock& block) {
   constexpr auto kColumns = std::make_integer_sequence<int, Width - 1>();
-  const T* x = static_cast<const T*>(t.x) + token * t.x_step + first;
+  const int64_t at = token * t.x_step + first;
   T* out = static_cast<T*>(t.out) + token * t.channels + first;
-  const bool activate = t.silu;
 #pragma GCC unroll 4
-  for (int c = 0; c < kConvBlock; c += kLanes) {
+  for (int64_t c = 0; c < count; c += kLanes) {
     Floats inputs[Width], total = load(block.bias + c);
     load_columns_of<Width - 1>(before + c * (Width - 1), inputs, kColumns);
-    inputs[Width - 1] = load(x + c);
+    inputs[Width - 1] = taken<T, Gated>(t, at + c, kLanes);
 #pragma GCC unroll 4
     for (int i = 0; i < Width; ++i) total = total + load(block.taps[i] + c) * inputs[i];
-    store(out + c, activate ? silu(total) : total);
+    give<T, Gated>(t, at + c, kLanes, total, out + c);
     store_rows_of<Width - 1, Stream>(inputs + 1, after + c * (Width - 1), kColumns);
   }
 }
 
 // One sequence's tokens of one block of channels.
-template <class T, int Width>
+template <class T, int Width, bool Gated>
 KVF_INLINE void convolve(const ConvTask& t, int64_t first, int64_t count, int64_t seq, ConvBlock& block) {
   constexpr int kKept = Width > 0 ? Width - 1 : 0;
   const int64_t kept = t.width - 1, last = t.seqs.starts[seq + 1];
@@ -150,9 +167,9 @@ KVF_INLINE void convolve(const ConvTask& t, int64_t first, int64_t count, int64_
   const bool stream = !read_next && after != nullptr && streams(after, kConvBlock);
   if (before != nullptr) prefetch_all(before + (first + count) * kept, count * kept);  // of the next block
   if constexpr (Width > 0)
-    if (before != nullptr && after != nullptr && count == kConvBlock && last - t.seqs.starts[seq] == 1) {
-      const auto convolve_one = stream ? convolve_token<T, Width, true> : convolve_token<T, Width, false>;
-      return convolve_one(t, first, last - 1, before + first * kept, after + first * kept, block);
+    if (before != nullptr && after != nullptr && count % kLanes == 0 && last - t.seqs.starts[seq] == 1) {
+      const auto convolve_one = stream ? convolve_token<T, Width, Gated, true> : convolve_token<T, Width, Gated, false>;
+      return convolve_one(t, first, count, last - 1, before + first * kept, after + first * kept, block);
     }
   if (before != nullptr)
     load_turned<kKept>(before + first * kept, count, kept, block.last);
@@ -162,7 +179,7 @@ KVF_INLINE void convolve(const ConvTask& t, int64_t first, int64_t count, int64_
     const int64_t end = at + kConvRun < last ? at + kConvRun : last;
     for (int64_t token = end; token < end + kConvRun && token < last; ++token)
       prefetch_all(static_cast<const T*>(t.x) + token * t.x_step + first, count);
-    for (int64_t c = 0; c < count; c += kLanes) convolve_lanes<T, Width>(t, at, end, first, c, count - c, block);
+    for (int64_t c = 0; c < count; c += kLanes) convolve_lanes<T, Width, Gated>(t, at, end, first, c, count - c, block);
   }
   if (after == nullptr) return;
   if (stream)
@@ -171,31 +188,38 @@ KVF_INLINE void convolve(const ConvTask& t, int64_t first, int64_t count, int64_
     store_turned<kKept, false>(block.last, count, kept, after + first * kept);
 }
 
-// Runs of chains of one block of channels, whose taps are loaded once.
-template <class T, int Width>
-KVF_INLINE void convolve_chains(const ConvTask& t, int64_t number, Share chains) {
+// Runs of chains of neighbouring channels, whose taps are loaded once.
+template <class T, int Width, bool Gated>
+void convolve_chains(const ConvTask& t, Share channels, Share chains) {
   ConvBlock block;
-  const int64_t first = number * kConvBlock, left = t.channels - first, count = left < kConvBlock ? left : kConvBlock;
+  const int64_t first = channels.begin, count = channels.end - first;
   load_taps<Width>(t, first, count, block);
   for (int64_t seq = t.seqs.chains[chains.begin]; seq < t.seqs.chains[chains.end]; ++seq)
-    convolve<T, Width>(t, first, count, seq, block);
+    convolve<T, Width, Gated>(t, first, count, seq, block);
+}
+
+// The form that is compiled for the task's width, and its gates.
+template <class T>
+KVF_INLINE auto convolution_of(const ConvTask& t) {
+  if (t.factor != nullptr) return t.width == 3 ? convolve_chains<T, 3, true> : convolve_chains<T, 0, true>;
+  if (t.width == 4) return convolve_chains<T, 4, false>;
+  return t.width == 3 ? convolve_chains<T, 3, false> : convolve_chains<T, 0, false>;
 }
 
 template <class T>
 void run_causal_conv(void* argument, int member, int, Barrier& barrier) {
   const ConvTask& t = *static_cast<ConvTask*>(argument);
+  const auto convolve_of = convolution_of<T>(t);
   const int64_t blocks = (t.channels + kConvBlock - 1) / kConvBlock, chains = t.seqs.chain_count;
+  const int64_t sequences = t.seqs.chains[chains], most = t.seqs.starts[sequences] > sequences ? 1 : kConvTogether / kConvBlock;
   barrier.each_run(chains * blocks, member, [&](Share items) {
     for (int64_t item = items.begin; item < items.end;) {
-      const int64_t number = item / chains, begin = item - number * chains;
-      const int64_t end = items.end - number * chains < chains ? items.end - number * chains : chains;
-      if (t.width == 4)
-        convolve_chains<T, 4>(t, number, {begin, end});
-      else if (t.width == 3)
-        convolve_chains<T, 3>(t, number, {begin, end});
-      else
-        convolve_chains<T, 0>(t, number, {begin, end});
-      item = number * chains + end;
+      const int64_t number = item / chains, begin = item - number * chains, left = items.end - number * chains;
+      const int64_t end = left < chains ? left : chains;
+      const int64_t whole = begin > 0 || left < chains ? 1 : left / chains < most ? left / chains : most;
+      const int64_t last = (number + whole) * kConvBlock;
+      convolve_of(t, {number * kConvBlock, last < t.channels ? last : t.channels}, {begin, end});
+      item = (number + whole - 1) * chains + end;
     }
     settle_streams();
   });

@@ -41,7 +41,7 @@ class NativeKernels {
   void rms_norm(Array x, MaybeArray residual, Array weight, Array out, MaybeArray total, float eps) {
     const int kind = kind_of(x);
     require(x.ndim() >= 1 && residual.has_value() == total.has_value(), "a residual needs a total");
-    const int64_t dim = static_cast<int64_t>(x.shape(x.ndim() - 1)), rows = dim ? elements(x) / dim : 0;
+    const int64_t dim = x.shape(x.ndim() - 1), rows = dim ? elements(x) / dim : 0;
     const bool flat = dense_from(x, 0);
     require(flat || (x.ndim() == 2 && dense_from(x, 1)), "rows of a norm must be contiguous");
     require(elements(weight) == dim && elements(out) == elements(x), "a norm's tensors differ in shape");
@@ -58,7 +58,7 @@ class NativeKernels {
   void layer_norm(Array x, Array weight, MaybeArray bias, Array out, float eps) {
     const int kind = kind_of(x);
     require(x.ndim() == 2 && dense_from(x, 1), "rows of a norm must be contiguous");
-    const int64_t rows = static_cast<int64_t>(x.shape(0)), dim = static_cast<int64_t>(x.shape(1));
+    const int64_t rows = x.shape(0), dim = x.shape(1);
     require(elements(weight) == dim && elements(out) == elements(x) && (!bias || elements(*bias) == dim),
             "a norm's tensors differ in shape");
     LayerNormTask task{x.data(), whole(weight, kind, 1), bias ? whole(*bias, kind, 1) : nullptr, whole(out, kind, 2),
@@ -69,16 +69,16 @@ class NativeKernels {
   void activate(Array x, Array out, int which, float positive, float negative, float beta, float bound) {
     const int kind = kind_of(x);
     require(Activation::kRelu2 <= which && which <= Activation::kXielu, "an unknown activation");
-    ActivationTask task{whole(x, kind, 2), whole(out, kind, 2), static_cast<int64_t>(x.shape(0)),
-                        static_cast<int64_t>(x.shape(1)), {which, positive, negative, beta, bound}};
+    ActivationTask task{whole(x, kind, 2), whole(out, kind, 2), x.shape(0),
+                        x.shape(1), {which, positive, negative, beta, bound}};
     require(elements(x) == elements(out), "an activation's result has another shape");
     run(table_->activate[kind], &task, elements(out), kSmall);
   }
 
   void gate_mul(Array gate_up, Array out, float slope, float cubic, float limit, float offset) {
     const int kind = kind_of(gate_up);
-    GateTask task{whole(gate_up, kind, 2), whole(out, kind, 2), static_cast<int64_t>(out.shape(0)),
-                  static_cast<int64_t>(out.shape(1)), {slope, cubic, limit, offset}};
+    GateTask task{whole(gate_up, kind, 2), whole(out, kind, 2), out.shape(0),
+                  out.shape(1), {slope, cubic, limit, offset}};
     require(elements(gate_up) == 2 * elements(out), "gate_up must be twice as wide as the result");
     run(table_->gate_mul[kind], &task, elements(out), kSmall);
   }
@@ -90,12 +90,12 @@ class NativeKernels {
       require(a->ndim() == 3 && kind_of(*a) == kind && dense_from(*a, 1), "heads of q, k and v must be contiguous");
     RopeTask task{};
     task.kv = kv_layer(kv, kind);
-    task.rows = static_cast<int64_t>(q.shape(0));
-    task.heads = static_cast<int64_t>(q.shape(1));
+    task.rows = q.shape(0);
+    task.heads = q.shape(1);
     for (const Array* a : {&k, &v})
-      require(a->shape(0) == q.shape(0) && static_cast<int64_t>(a->shape(1)) == task.kv.heads, "k and v differ in shape");
+      require(a->shape(0) == q.shape(0) && a->shape(1) == task.kv.heads, "k and v differ in shape");
     for (const Array* a : {&q, &k, &v})
-      require(static_cast<int64_t>(a->shape(2)) == task.kv.dim, "q, k and v have another head dim than the cache");
+      require(a->shape(2) == task.kv.dim, "q, k and v have another head dim than the cache");
     task.q = q.data(), task.k = k.data(), task.v = v.data();
     task.q_step = q.stride(0), task.k_step = k.stride(0), task.v_step = v.stride(0);
     task.out = whole(out, kind, 3);
@@ -123,7 +123,7 @@ class NativeKernels {
 
   // Recurrent layers (kernels.recurrent_layers). lens: query tokens of each sequence; before, after: rows of the states.
   void causal_conv(Array x, Array weight, MaybeArray bias, Array states, const std::vector<int64_t>& lens, Array before,
-                   Array after, bool silu, Array out);
+                   Array after, bool silu, bool gated, Array out);
   void delta_rule(Array q, Array k, Array v, Array decay, Array beta, Array states, const std::vector<int64_t>& lens,
                   Array before, Array after, Array out);
   void state_space(Array x, Array dt, Array a, Array b, Array c, MaybeArray d, Array states,
@@ -142,7 +142,7 @@ class NativeKernels {
       require(stored.empty() || stored.back().count % kPanel == 0, "all parts but the last need a multiple of 32 rows");
       require(row_bytes(kind, in) > 0, "the kind or the number of inputs is not packed");
       require(static_cast<int64_t>(rows.ndim() == 2 ? rows.shape(1) : 0) == row_bytes(kind, in), "rows of another length");
-      stored.push_back({kind, typed<uint8_t>(rows, 2), static_cast<int64_t>(rows.shape(0))});
+      stored.push_back({kind, typed<uint8_t>(rows, 2), rows.shape(0)});
     }
     {
       nb::gil_scoped_release released;
@@ -216,9 +216,9 @@ class NativeKernels {
 
   void dense(const Packed& packed, Array x, Array out) {
     require(x.ndim() == 2 && is_bf16(x) && dense_from(x, 1), "rows of x must be contiguous");
-    require(static_cast<int64_t>(x.shape(1)) == packed.dense.in && static_cast<int64_t>(out.shape(1)) == packed.dense.out &&
+    require(x.shape(1) == packed.dense.in && out.shape(1) == packed.dense.out &&
                 x.shape(0) == out.shape(0), "x or the result does not fit the weight");
-    const int64_t rows = static_cast<int64_t>(x.shape(0));
+    const int64_t rows = x.shape(0);
     uint8_t* memory = packed.dense.quantised ? aligned_bytes(quantised_bytes(rows, packed.dense.in)) : nullptr;
     const int kind = kind_of(out);
     DenseTask task{packed.dense, x.data(), whole(out, kind, 2), memory, rows, x.stride(0)};
@@ -230,9 +230,9 @@ class NativeKernels {
   void dense_of_heads(const Packed& packed, Array x, Array out) {
     require(x.ndim() == 3 && is_bf16(x) && dense_from(x, 2), "inputs of a head must be contiguous");
     HeadsTask task{packed.dense, x.data(), whole(out, 1, 3), x.stride(0), x.stride(1)};
-    task.rows = static_cast<int64_t>(x.shape(0)), task.heads = static_cast<int64_t>(x.shape(1));
-    task.out = static_cast<int64_t>(out.shape(2));
-    require(!task.dense.quantised && task.dense.bias == nullptr && static_cast<int64_t>(x.shape(2)) == task.dense.in &&
+    task.rows = x.shape(0), task.heads = x.shape(1);
+    task.out = out.shape(2);
+    require(!task.dense.quantised && task.dense.bias == nullptr && x.shape(2) == task.dense.in &&
                 task.dense.out == task.heads * task.panels() * kPanel &&
                 elements(out) == task.rows * task.heads * task.out, "x or the result does not fit the weight");
     run(table_->dense_of_heads, &task, task.dense.in * task.dense.out, kSmall);
@@ -244,7 +244,7 @@ class NativeKernels {
     DrawTask task{};
     task.logits = static_cast<const float*>(whole(logits, 0, 2));
     task.out = const_cast<int64_t*>(typed<int64_t>(out, 1));
-    task.rows = static_cast<int64_t>(logits.shape(0)), task.vocab = static_cast<int64_t>(logits.shape(1));
+    task.rows = logits.shape(0), task.vocab = logits.shape(1);
     require(task.vocab > 0 && static_cast<int64_t>(how.size()) == task.rows && elements(out) == task.rows &&
                 (masks.empty() || masks.size() == how.size()),
             "parameters, masks and results are one per row of logits");
@@ -264,7 +264,7 @@ class NativeKernels {
 
   // Reads the tensor's memory once with all threads.
   void read(Array a) {
-    ReadTask task{a.data(), static_cast<int64_t>(a.nbytes())};
+    ReadTask task{a.data(), a.nbytes()};
     run(table_->read, &task, 1, 0);
   }
 

@@ -61,11 +61,6 @@ inline __attribute__((noinline)) void sigmoid_mul_row(const T* x, const T* gate,
 }
 
 template <class T>
-inline __attribute__((noinline)) void product_row(const T* a, const T* b, int64_t dim, T* out) {
-  for (int64_t i = 0; i < dim; i += kLanes) store_part(out + i, load_part(a + i, dim - i) * load_part(b + i, dim - i), dim - i);
-}
-
-template <class T>
 void run_gated_norm(void* argument, int member, int, Barrier& barrier) {
   const GatedNormTask& t = *static_cast<GatedNormTask*>(argument);
   barrier.each_run(t.tokens * t.heads, member, [&](Share rows) {

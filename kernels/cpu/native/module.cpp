@@ -40,7 +40,7 @@ NB_MODULE(_native, m) {
       .def("expanded", &NativeKernels::expanded, "expand"_a, "q"_a, "kv"_a, "blocks"_a, "total_len"_a, "scale"_a,
            "span"_a, "bytes"_a, "out"_a)
       .def("causal_conv", &NativeKernels::causal_conv, "x"_a, "weight"_a, "bias"_a.none(), "states"_a, "lens"_a, "before"_a,
-           "after"_a, "silu"_a, "out"_a)
+           "after"_a, "silu"_a, "gated"_a, "out"_a)
       .def("delta_rule", &NativeKernels::delta_rule)
       .def("state_space", &NativeKernels::state_space, "x"_a, "dt"_a, "a"_a, "b"_a, "c"_a, "d"_a.none(), "states"_a,
            "lens"_a, "before"_a, "after"_a, "out"_a)

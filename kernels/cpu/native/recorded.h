@@ -81,10 +81,10 @@ class NativeStep {
     require(rows <= max_rows_ && decodes <= max_decodes_ && !layers_.empty(), "more rows than the step was made for");
     StepTask task{};
     task.kv = kv_layer(kv, 1);
-    require(kv.ndim() == 6 && static_cast<int64_t>(kv.shape(1)) == cached_ && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
+    require(kv.ndim() == 6 && kv.shape(1) == cached_ && task.kv.heads == model_.kv_heads && task.kv.dim == model_.dim,
             "the cache has another layout than the step takes");
     require(elements(tokens) == rows && elements(slots) == rows && decodes <= sequences && decodes <= rows &&
-                static_cast<int64_t>(block_table.shape(0)) == sequences && elements(query_start) == sequences + 1 &&
+                block_table.shape(0) == sequences && elements(query_start) == sequences + 1 &&
                 elements(out) == rows * (kind_of(out) == 0 ? model_.head.out : model_.hidden),
             "tokens, batch and result do not fit each other");
     if (scratch_.empty()) allocate();
@@ -93,10 +93,10 @@ class NativeStep {
     task.model = &model_;
     task.scratch = view_;
     task.batch = {decodes, typed<int64_t>(positions, 1), typed<int64_t>(slots, 1), typed<int32_t>(block_table, 2),
-                  static_cast<int64_t>(block_table.shape(1)), typed<int32_t>(total_len, 1)};
+                  block_table.shape(1), typed<int32_t>(total_len, 1)};
     task.rows = rows;
     task.chained = chained;
-    task.layer_step = kv.stride(1) * static_cast<int64_t>(kv.itemsize());
+    task.layer_step = kv.stride(1) * kv.itemsize();
     task.tokens = typed<int64_t>(tokens, 1);
     if (kind_of(out) == 0) {
       best_.resize(rows);
@@ -115,7 +115,7 @@ class NativeStep {
     require(!bound_.empty() && task_.rows == task_.batch.rows, "a model with recurrent layers takes decodes alone");
     require(kind_of(states) == 0 && states.ndim() == 2 && dense_from(states, 1), "states are float32 and dense after their rows");
     for (const auto& mixer : mixers_)
-      require(mixer->end() <= static_cast<int64_t>(states.shape(1)), "states of another shape");
+      require(mixer->end() <= states.shape(1), "states of another shape");
     task_.states = {static_cast<float*>(states.data()), states.stride(0)};
     bound_states_ = {states, before, after};
   }

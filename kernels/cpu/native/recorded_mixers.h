@@ -93,7 +93,7 @@ class NativeMixer {
   void set_conv(const Array& weight, const MaybeArray& bias, bool silu) {
     ConvTask& conv = view.conv;
     require(weight.ndim() == 2, kShape);
-    conv.channels = static_cast<int64_t>(weight.shape(0)), conv.width = static_cast<int64_t>(weight.shape(1));
+    conv.channels = weight.shape(0), conv.width = weight.shape(1);
     require(conv.width >= 1 && conv.width <= kMaxConvWidth, "a convolution is too wide");
     conv.weight = hold(weight, elements(weight)), conv.silu = silu;
     if (bias) conv.bias = hold(*bias, conv.channels);
@@ -111,7 +111,8 @@ class MixerMemory {
     for (const auto& each : mixers) {
       const StepMixer& own = each->view;
       inputs = std::max(inputs, own.inputs.out), convolved = std::max(convolved, own.conv.channels);
-      found = std::max(found, each->out().in), heads = std::max({heads, own.delta.v_heads, own.scan.heads});
+      if (own.kind != StepMixer::kShortConv) found = std::max(found, each->out().in);
+      heads = std::max({heads, own.delta.v_heads, own.scan.heads});
       view.memory_step = std::max({view.memory_step, delta_floats(own.delta.k_dim, own.delta.v_dim), scan_floats(own.scan.n)});
     }
     const auto apart = [&](int64_t width) { return padded_to(rows * width + 64, 64); };

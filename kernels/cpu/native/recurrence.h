@@ -23,9 +23,10 @@ struct States {
 };
 
 // out [T, channels] = the convolution of x over each sequence's last `width` tokens. weight [channels, width] and bias
-// [channels] (or null) are float32 or bfloat16 each. States: [channels, width - 1].
+// [channels] (or null) are float32 or bfloat16 each. States: [channels, width - 1]. factor multiplies x, and gate the result,
+// once rounded; both are null or lie like x.
 struct ConvTask {
-  const void* x;
+  const void *x, *factor, *gate;
   void* out;
   const void *weight, *bias;
   bool narrow_weight, narrow_bias;
@@ -33,6 +34,12 @@ struct ConvTask {
   bool silu;
   States states;
   Sequences seqs;
+
+  // Rows of x hold the factor, the gate, and then x itself.
+  void take_gates(int64_t bytes) {
+    const auto* rows = static_cast<const uint8_t*>(x);
+    factor = rows, gate = rows + channels * bytes, x = rows + 2 * channels * bytes;
+  }
 };
 
 constexpr int64_t kMaxConvWidth = 8;

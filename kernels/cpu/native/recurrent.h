@@ -12,7 +12,7 @@ class SequenceRows {
  public:
   SequenceRows(const std::vector<int64_t>& lens, const Array& before, const Array& after, const Array& states) {
     before_ = typed<int64_t>(before, 1), after_ = typed<int64_t>(after, 1);
-    const auto count = static_cast<int64_t>(lens.size()), rows = static_cast<int64_t>(states.shape(0));
+    const auto count = static_cast<int64_t>(lens.size()), rows = states.shape(0);
     require(elements(before) == count && elements(after) == count, "rows of states are one per sequence");
     starts_.push_back(0);
     for (int64_t seq = 0; seq < count; ++seq) {
@@ -37,7 +37,7 @@ inline States states_of(const Array& a, std::initializer_list<int64_t> shape) {
   require(!is_bf16(a) && kind_of(a) == 0 && a.ndim() == shape.size() + 1 && dense_from(a, 1),
           "states are float32 and dense after their rows");
   size_t i = 0;
-  for (const int64_t size : shape) require(static_cast<int64_t>(a.shape(++i)) == size, "states of another shape");
+  for (const int64_t size : shape) require(a.shape(++i) == size, "states of another shape");
   return {static_cast<float*>(a.data()), a.stride(0)};
 }
 
@@ -45,18 +45,20 @@ inline States states_of(const Array& a, std::initializer_list<int64_t> shape) {
 inline const void* of_tokens(const Array& a, int kind, std::initializer_list<int64_t> shape) {
   require(kind_of(a) == kind && a.ndim() == shape.size() && dense_from(a, 1), "what a token has must be dense, of one dtype");
   size_t i = 0;
-  for (const int64_t size : shape) require(static_cast<int64_t>(a.shape(i++)) == size, "tensors differ in shape");
+  for (const int64_t size : shape) require(a.shape(i++) == size, "tensors differ in shape");
   return a.data();
 }
 
 inline void NativeKernels::causal_conv(Array x, Array weight, MaybeArray bias, Array states,
-                                       const std::vector<int64_t>& lens, Array before, Array after, bool silu, Array out) {
+                                       const std::vector<int64_t>& lens, Array before, Array after, bool silu, bool gated,
+                                       Array out) {
   const int kind = kind_of(x);
   const SequenceRows rows(lens, before, after, states);
   ConvTask task{};
-  task.channels = static_cast<int64_t>(weight.shape(0)), task.width = static_cast<int64_t>(weight.shape(1));
+  task.channels = weight.shape(0), task.width = weight.shape(1);
   require(task.width >= 1 && task.width <= kMaxConvWidth, "a convolution is too wide");
-  task.x = of_tokens(x, kind, {rows.tokens(), task.channels}), task.x_step = x.stride(0);
+  task.x = of_tokens(x, kind, {rows.tokens(), gated ? 3 * task.channels : task.channels}), task.x_step = x.stride(0);
+  if (gated) task.take_gates(kind == 1 ? sizeof(uint16_t) : sizeof(float));
   task.out = whole(out, kind, 2);
   task.weight = whole(weight, kind_of(weight), 2), task.narrow_weight = kind_of(weight) == 1;
   if (bias) {
@@ -77,8 +79,8 @@ inline void NativeKernels::delta_rule(Array q, Array k, Array v, Array decay, Ar
   const int64_t tokens = rows.tokens();
   require(v.ndim() == 3 && k.ndim() == 3, "q, k and v have heads");
   DeltaTask task{};
-  task.v_heads = static_cast<int64_t>(v.shape(1)), task.v_dim = static_cast<int64_t>(v.shape(2));
-  task.k_heads = static_cast<int64_t>(k.shape(1)), task.k_dim = static_cast<int64_t>(k.shape(2));
+  task.v_heads = v.shape(1), task.v_dim = v.shape(2);
+  task.k_heads = k.shape(1), task.k_dim = k.shape(2);
   require(task.k_heads > 0 && task.v_heads % task.k_heads == 0, "heads of keys must divide those of values");
   task.q = of_tokens(q, kind, {tokens, task.k_heads, task.k_dim}), task.q_step = q.stride(0);
   task.k = of_tokens(k, kind, {tokens, task.k_heads, task.k_dim}), task.k_step = k.stride(0);
@@ -103,8 +105,8 @@ inline void NativeKernels::state_space(Array x, Array dt, Array a, Array b, Arra
   const int64_t tokens = rows.tokens();
   require(x.ndim() == 3 && b.ndim() == 3, "x, b and c have heads or groups");
   ScanTask task{};
-  task.heads = static_cast<int64_t>(x.shape(1)), task.dim = static_cast<int64_t>(x.shape(2));
-  task.groups = static_cast<int64_t>(b.shape(1)), task.n = static_cast<int64_t>(b.shape(2));
+  task.heads = x.shape(1), task.dim = x.shape(2);
+  task.groups = b.shape(1), task.n = b.shape(2);
   require(task.groups > 0 && task.heads % task.groups == 0, "groups must divide the heads");
   task.x = of_tokens(x, kind, {tokens, task.heads, task.dim}), task.x_step = x.stride(0);
   task.b = of_tokens(b, kind, {tokens, task.groups, task.n}), task.b_step = b.stride(0);
@@ -131,8 +133,8 @@ inline void NativeKernels::gated_norm(Array x, Array gate, Array weight, float e
   const int kind = kind_of(x);
   require(x.ndim() == 3, "what a gated norm takes has heads");
   GatedNormTask task{};
-  task.tokens = static_cast<int64_t>(x.shape(0)), task.heads = static_cast<int64_t>(x.shape(1));
-  task.dim = static_cast<int64_t>(x.shape(2));
+  task.tokens = x.shape(0), task.heads = x.shape(1);
+  task.dim = x.shape(2);
   task.x = whole(x, kind, 3), task.out = whole(out, kind, 3);
   task.gate = of_tokens(gate, kind, {task.tokens, task.heads, task.dim}), task.gate_step = gate.stride(0);
   task.weight = static_cast<const float*>(whole(weight, 0, weight.ndim()));
@@ -147,8 +149,8 @@ inline void NativeKernels::sigmoid_mul(Array x, Array gate, Array out) {
   const int kind = kind_of(x);
   require(x.ndim() == 3 && gate.ndim() == 3 && kind_of(gate) == kind && dense_from(gate, 2), "gates of a head are dense");
   for (size_t i = 0; i < 3; ++i) require(x.shape(i) == gate.shape(i), "tensors differ in shape");
-  SigmoidTask task{whole(x, kind, 3), gate.data(), whole(out, kind, 3), static_cast<int64_t>(x.shape(0)),
-                   static_cast<int64_t>(x.shape(1)), static_cast<int64_t>(x.shape(2)), gate.stride(0), gate.stride(1)};
+  SigmoidTask task{whole(x, kind, 3), gate.data(), whole(out, kind, 3), x.shape(0),
+                   x.shape(1), x.shape(2), gate.stride(0), gate.stride(1)};
   require(elements(out) == elements(x), "the result does not fit x");
   run(table_->recurrent->sigmoid_mul[kind], &task, elements(out), kSmall);
 }
@@ -158,7 +160,7 @@ inline void NativeKernels::time_steps(Array x, Array bias, float low, float high
   const int64_t heads = elements(bias);
   require(x.ndim() == 2 && elements(out) == elements(x), "the result does not fit x");
   TimeStepsTask task{};
-  task.tokens = static_cast<int64_t>(x.shape(0)), task.heads = heads;
+  task.tokens = x.shape(0), task.heads = heads;
   task.x = of_tokens(x, kind, {task.tokens, heads}), task.x_step = x.stride(0);
   task.bias = typed<float>(bias, 1), task.low = low, task.high = high;
   task.out = static_cast<float*>(whole(out, 0, 2));
@@ -169,8 +171,8 @@ inline void NativeKernels::delta_gates(Array rates, Array rate, Array bias, Arra
   const int64_t heads = elements(rate);
   DeltaGatesTask task{typed<float>(rates, 2), typed<float>(rate, 1), typed<float>(bias, 1),
                       static_cast<float*>(whole(decay, 0, 2)), static_cast<float*>(whole(beta, 0, 2)),
-                      static_cast<int64_t>(rates.shape(0)), heads};
-  require(static_cast<int64_t>(rates.shape(1)) == 2 * heads && elements(bias) == heads &&
+                      rates.shape(0), heads};
+  require(rates.shape(1) == 2 * heads && elements(bias) == heads &&
               elements(decay) == task.tokens * heads && elements(beta) == task.tokens * heads,
           "rates are two per head, and their results one");
   run(table_->recurrent->delta_gates, &task, elements(decay), kSmall);

@@ -108,13 +108,16 @@ KVF_INLINE void attend_layer(const StepView& s, const StepLayer& layer, const KV
   dense_onto_residual(s, layer.o, layer.o_factor, nullptr, [&](bf16* x, Share rows) { gather(s, layer, x, rows); });
 }
 
+KVF_INLINE void convolve(const StepView& s, const StepMixer& own) {
+  ConvTask conv = convolution(s, own);
+  s.model.recurrent->causal_conv[1](&conv, s.member, 0, s.barrier);
+  s.barrier.wait(s.member);
+}
+
 // The convolution and what follows it, as operations run them by themselves.
 KVF_INLINE void recur(const StepView& s, const StepMixer& own) {
   const RecurrentKernels& kernels = *s.model.recurrent;
-  ConvTask conv = convolution(s, own);
-  kernels.causal_conv[1](&conv, s.member, 0, s.barrier);
-  s.barrier.wait(s.member);
-  if (own.kind == StepMixer::kShortConv) return;
+  convolve(s, own);
   DeltaTask delta = delta_rule_of(s, own);
   ScanTask scan = scan_of(s, own);
   const bool deltas = own.kind == StepMixer::kDelta;
@@ -126,6 +129,10 @@ KVF_INLINE void mix_layer(const StepView& s, const StepLayer& layer) {
   const StepMixer& own = *layer.mixer;
   const MixerScratch& scratch = s.task.scratch.mixer;
   dense_of(s, own.inputs, kNormed(s, layer.input_norm), scratch.inputs);
+  if (own.kind == StepMixer::kShortConv) {
+    convolve(s, own);
+    return dense_onto_residual(s, layer.o, layer.o_factor, scratch.convolved, kNothing);
+  }
   if (own.kind == StepMixer::kDelta) dense_of(s, own.rates, kNormed(s, layer.input_norm), scratch.rates);
   s.barrier.each_run(s.rows(), s.member, [&](Share rows) { prepare_mixer(s, own, rows); });
   s.barrier.wait(s.member);

@@ -13,10 +13,9 @@ KVF_INLINE States states_behind(const StepView& s, int64_t floats) {
 
 KVF_INLINE ConvTask convolution(const StepView& s, const StepMixer& own) {
   const MixerScratch& scratch = s.task.scratch.mixer;
-  const bool gated = own.kind == StepMixer::kShortConv;
   ConvTask task = own.conv;
-  task.x = gated ? scratch.found : scratch.inputs + own.conv_first;
-  task.x_step = gated ? task.channels : own.inputs.out;
+  task.x = scratch.inputs + own.conv_first, task.x_step = own.inputs.out;
+  if (own.kind == StepMixer::kShortConv) task.take_gates(sizeof(bf16));
   task.out = scratch.convolved;
   task.states = states_behind(s, own.state), task.seqs = s.task.sequences;
   return task;
@@ -49,15 +48,13 @@ KVF_INLINE ScanTask scan_of(const StepView& s, const StepMixer& own) {
   return task;
 }
 
-// What these rows need beside the outputs of the first dense layer: gates, time steps, or what a short convolution takes.
+// What heads of these rows need beside the outputs of the first dense layer: gates, or time steps.
 KVF_INLINE void prepare_mixer(const StepView& s, const StepMixer& own, Share rows) {
   const MixerScratch& scratch = s.task.scratch.mixer;
-  const int64_t channels = own.conv.channels, heads = own.delta.v_heads;
+  const int64_t heads = own.delta.v_heads;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const bf16* inputs = scratch.inputs + row * own.inputs.out;
-    if (own.kind == StepMixer::kShortConv)
-      product_row(inputs, inputs + 2 * channels, channels, scratch.found + row * channels);
-    else if (own.kind == StepMixer::kDelta)
+    if (own.kind == StepMixer::kDelta)
       delta_gates_row(scratch.rates + row * 2 * heads, own.gates.rate, own.gates.bias, heads, scratch.gates + row * 2 * heads,
                       scratch.gates + row * 2 * heads + heads);
     else
@@ -66,16 +63,12 @@ KVF_INLINE void prepare_mixer(const StepView& s, const StepMixer& own, Share row
   }
 }
 
-// What the last dense layer takes of these rows.
+// What the last dense layer takes of these rows, of a mixer with heads.
 KVF_INLINE void gather_mixed(const StepView& s, const StepMixer& own, bf16* out, Share rows) {
   const MixerScratch& scratch = s.task.scratch.mixer;
-  const int64_t channels = own.conv.channels, dim = own.norm.dim, width = own.norm.heads * dim;
+  const int64_t dim = own.norm.dim, width = own.norm.heads * dim;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const bf16* inputs = scratch.inputs + row * own.inputs.out;
-    if (own.kind == StepMixer::kShortConv) {
-      product_row(inputs + channels, scratch.convolved + row * channels, channels, out + row * channels);
-      continue;
-    }
     for (int64_t head = 0; head < own.norm.heads; ++head)
       gated_norm_row(scratch.found + row * width + head * dim, inputs + own.gate_first + head * dim,
                      own.norm.weight + head * own.norm.weight_step, dim, own.norm.eps, own.norm.norm_first,

@@ -52,8 +52,8 @@ struct StepModel {
   float embedding_factor, head_factor;
 };
 
-// Buffers of a mixer for decodes: outputs of its first layer and of the convolution, what it found (or what a short
-// convolution takes), and float32 rates and gates of heads. memory: of each thread, memory_step floats apart.
+// Buffers of a mixer for decodes: outputs of its first layer and of the convolution, what heads found,
+// and float32 rates and gates of heads. memory: of each thread, memory_step floats apart.
 struct MixerScratch {
   uint16_t *inputs, *convolved, *found;
   float *rates, *gates, *memory;
