@@ -168,10 +168,14 @@ class World:
             if run.attempt == attempt:
                 decode.grant(run, granted)
 
+        def begun() -> None:
+            if run.attempt == attempt:
+                self.fleet.encoders[run.ask.model].encode(run, prefill or decode, asked)
+
         if overhead_s := decode.machine.overhead_s:
-            self.clock.soon(overhead_s, asked)
+            self.clock.soon(overhead_s, begun)
         else:
-            asked()
+            begun()
 
     def _token(self, run: Run) -> None:
         run.delivered += 1
