@@ -70,7 +70,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class MediaFigures:
-    """Tokens of media beyond cached prefixes, those of them that were encoded, and how busy encode nodes were (0 … 1)."""
+    """Tokens of media beyond cached prefixes, those of them that were encoded, and how busy encode nodes were."""
 
     tokens: int
     encoded: int
@@ -79,7 +79,8 @@ class MediaFigures:
     def __str__(self) -> str:
         """Return them as a sentence."""
         kept = 1 - self.encoded / max(1, self.tokens)
-        return f"{self.tokens} tokens of media needed, {kept:.0%} from caches of encodings; encode nodes busy {self.busy:.0%}"
+        found = f"{self.tokens} tokens of media needed, {kept:.0%} from caches of encodings"
+        return f"{found}; encode nodes busy {self.busy:.0%}"
 
 
 def media_figures(pools: Sequence[EncodePool], seconds: float) -> MediaFigures | None:

@@ -74,13 +74,13 @@ def test_the_kernels_attend_within_a_tower(hidden: int, native: bool, monkeypatc
     pixels = torch.randn(2, 3, 35, 35)
     wanted = tower(pixels).last_hidden_state
     calls = []
-    attend = tower_attention._attention
+    attend = tower_attention.full_attention
 
     def attended(ops: CpuOps, *given: Any) -> torch.Tensor:
         calls.append(given)
         return attend(ops, *given)
 
-    monkeypatch.setattr(tower_attention, "_attention", attended)
+    monkeypatch.setattr(tower_attention, "full_attention", attended)
     packed = copy.deepcopy(tower).bfloat16()
     pack_tower(packed)
     assert sum(type(part) is ActivationModule for part in packed.modules()) >= 2
