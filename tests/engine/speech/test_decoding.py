@@ -12,6 +12,7 @@ from kvferry.engine.speech import encoder
 from kvferry.engine.speech.decoder import Row
 from kvferry.engine.speech.window import Attempt, Decoded, Reading, Window
 from kvferry.kernels.cpu import instruction_set
+from kvferry.kernels.cpu.full_attention import full_attention
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.speech_worker.assembly import SpeechParts, assemble_speech
 from tests.engine.speech.conftest import noise
@@ -62,8 +63,7 @@ def test_the_encoder_is_that_of_transformers(parts: SpeechParts, reference: Any)
 def test_the_encoder_attends_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, with heads of 32: as near to float32 as PyTorch's attention is."""
     path, calls = make_tiny_whisper(tmp_path / "tiny", encoder_heads=2), list[int]()
-    attend = encoder.full_attention
-    monkeypatch.setattr(encoder, "full_attention", lambda *given: calls.append(1) or attend(*given))
+    monkeypatch.setattr(encoder, "full_attention", lambda *given: calls.append(1) or full_attention(*given))
     steps = {}
     for dtype in ("float32", "bfloat16"):
         made = assemble_speech(WorkerSettings(model=str(path), dtype=dtype, device="cpu"))
