@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvferry.placement.encoders import Encoder, ranked
@@ -43,6 +44,8 @@ class EncodePool:
     def __init__(self, model: str, count: int, machine: Machine, clock: Clock) -> None:
         self.nodes = [EncodeNode(f"{model}-encode-{number:04}", machine) for number in range(count)]
         self._machine, self._clock = machine, clock
+        self._kept = defaultdict[tuple[str, int], Rows](lambda: Rows(machine.media_cache_tokens))
+        """Rows of the nodes of prompts, by name and epoch."""
         self.tokens = self.encoded = 0
 
     def encode(self, run: Run, node: Node, done: Callable[[], None]) -> None:
@@ -51,13 +54,14 @@ class EncodePool:
         Without an encode node that is worth it, the node encodes them itself as a part of the prompt."""
         if not run.ask.media:
             return done()
-        cached = node.reusable(run)
+        key, whole = (node.name, node.epoch), (run.length - 1) // self._machine.block_size
+        cached, kept = node.memory.found(run.ask.hashes[:whole]) * self._machine.block_size, self._kept[key]
         items = [item for item in run.ask.media if item.offset + item.length > cached]
-        own = Encoder((node.name, node.epoch), 0, node.rows.missing(items), self._machine.media_tokens_per_s)
+        own = Encoder(key, 0, kept.missing(items), self._machine.media_tokens_per_s)
         self.tokens += sum(item.length for item in items)
         now, known = self._clock.now, {each.key: each for each in self.nodes}
         choices = ranked([each.seen(items, now) for each in self.nodes], own)
-        node.rows.keep(items)
+        kept.keep(items)
         run.encode_tokens = 0 if choices else own.missing
         self.encoded += choices[0].missing if choices else own.missing
         if not choices:

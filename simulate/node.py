@@ -12,7 +12,6 @@ from kvferry.simulate.grants import Granted, Grants
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.prompts import Prompt, Prompts
-from kvferry.simulate.rows import Rows
 from kvferry.simulate.scenario import RunOf
 from kvferry.simulate.streams import Streams
 from kvferry.simulate.tiers import Tiers
@@ -36,7 +35,7 @@ class Node:
         self.name, self.role, self.model, self.machine, self.clock = name, role, model, machine, clock
         self.eviction = eviction
         self.memory = Memory(machine.blocks, eviction, clock.time)
-        self.tiers, self.rows = Tiers(machine, clock), Rows(machine.media_cache_tokens)
+        self.tiers = Tiers(machine, clock)
         self.prompts, self.streams = Prompts(), Streams()
         self.epoch, self.alive, self.dirty = 1, True, False
         self.grants = Grants(machine)
@@ -80,11 +79,6 @@ class Node:
         self.tiers.write(hashes)
         self.dirty = True
 
-    def reusable(self, run: Run) -> int:
-        """Return the prompt tokens of whole blocks in the pool; at least one token is always computed."""
-        size = self.machine.block_size
-        return self.memory.found(run.ask.hashes[: (run.length - 1) // size]) * size
-
     def copy(self, run: Run, hashes: Sequence[bytes]) -> None:
         """Cache blocks of a run that another node computed, if there are enough blocks."""
         if self.memory.copy(("copy", run), hashes):
@@ -117,7 +111,6 @@ class Node:
         here += [prompt.run for prompt in (*self.prompts.waiting, *self.prompts.begun)]
         self.memory = Memory(self.memory.num_blocks, self.eviction, self.clock.time)
         self.tiers.die()
-        self.rows = Rows(self.machine.media_cache_tokens)
         self.prompts, self.grants = Prompts(), Grants(self.machine)
         self.alive = False
         self._go_on()
@@ -139,7 +132,7 @@ class Node:
 
     def _enter(self, run: Run, done: Callable[[], None]) -> None:
         """Queue the prompt, whose blocks from tiers are now in the pool."""
-        reusable = self.reusable(run)
+        reusable = self._reusable(run)
         if any(self.tiers):
             if run.decode is self:
                 run.here = max(run.here, reusable // self.machine.block_size)
@@ -148,6 +141,11 @@ class Node:
         self._advance()
         self.prompts.enter(run, run.length - reusable, done)
         self._go_on()
+
+    def _reusable(self, run: Run) -> int:
+        """Return the prompt tokens of whole blocks in the pool; at least one token is always computed."""
+        size = self.machine.block_size
+        return self.memory.found(run.ask.hashes[: (run.length - 1) // size]) * size
 
     def _seat(self) -> None:
         self.grants.seat(self.memory, len(self.streams))
@@ -230,8 +228,7 @@ class Node:
 
     def _computed(self, prompt: Prompt) -> None:
         self.computed += prompt.tokens
-        plain = not self.streams and not prompt.run.encode_tokens
-        if plain and prompt.tokens >= LEAST_TOKENS and prompt.spent_s > 0:
+        if not (self.streams or prompt.run.encode_tokens) and prompt.tokens >= LEAST_TOKENS and prompt.spent_s > 0:
             self._rate += WEIGHT * (prompt.tokens / prompt.spent_s - self._rate)
 
 
