@@ -24,7 +24,7 @@ from kvferry.simulate.machine import LARGE
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.workloads import WORKLOADS
 
 ORACLE, SLRU = "oracle", "slru"
@@ -86,9 +86,9 @@ class Oracle(KnownBlocks):
     def put(self, block_id: int, *, leaf: bool) -> None:
         self._idle[block_id] = None
         if leaf:
-            self.bare(block_id)
+            self.became_leaf(block_id)
 
-    def bare(self, block_id: int) -> None:
+    def became_leaf(self, block_id: int) -> None:
         if block_id in self._idle:
             block_hash = self._hash(block_id)
             heapq.heappush(self._heap, (-self._next(block_hash), block_id, block_hash))
@@ -99,7 +99,7 @@ class Oracle(KnownBlocks):
             if block_id not in self._idle or self._hash(block_id) != block_hash or not self._leaf(block_id):
                 continue
             if -when != self._next(block_hash):
-                self.bare(block_id)  # that use is in the past
+                self.became_leaf(block_id)  # that use is in the past
                 continue
             del self._idle[block_id]
             return block_id
@@ -132,7 +132,7 @@ class Replay:
         for self._now, number, leaves in played:
             if leaves:
                 began = time.process_time()
-                self.pool.give(number)
+                self.pool.release(number)
                 self.pool_s += time.process_time() - began
             else:
                 self._take(asks[number])
@@ -166,7 +166,7 @@ def workload(name: str, seed: int) -> list[Scenario]:
     if name not in CASES:
         return read_trace(Path(name), LARGE.block_size)
     case = CASES[name]
-    return WORKLOADS[case.workload](Asked(COUNT, case.rate / NODES, seed, LARGE.block_size))
+    return WORKLOADS[case.workload](TraceParams(COUNT, case.rate / NODES, seed, LARGE.block_size))
 
 
 def row(name: str, order: str, blocks: int, runs: Sequence[Replay], ways: Sequence[float]) -> str:

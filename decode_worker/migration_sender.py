@@ -32,7 +32,7 @@ STALL_S = 1.5
 """Seconds without progress after which a ship fails, since the client of a paused stream gets no tokens."""
 PAUSE_S = 3.0
 """Maximum pause of a stream for its migration, in seconds; over a slower link the stream continues on this node."""
-LOOK_S = 0.2
+CHECK_S = 0.2
 """Seconds between checks of whether the router still waits and how long the stream has been paused."""
 
 
@@ -63,14 +63,14 @@ class MigrationSender:
         self._lock = threading.Lock()
         self._open: dict[int, OutgoingMigration] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._asked = 0
+        self._starting = 0
         self._timeouts = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
 
     # On the asyncio loop.
 
     def busy(self) -> bool:
         """Return whether a router waits for an answer, or ships may still read blocks."""
-        return bool(self._asked or self._open)
+        return bool(self._starting or self._open)
 
     async def move(self, request: MoveRequest, left: Callable[[], Awaitable[bool]]) -> None:
         """Move a stream; return once the other node continues it.
@@ -80,23 +80,23 @@ class MigrationSender:
         one is aborted, as is one whose stream has been paused for PAUSE_S. The stream then continues here, and can be
         moved to another node."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked += 1
+        self._starting += 1
         try:
             async with self._turns:
                 if await left():
                     raise Cancelled("the migration is no longer wanted")
                 self._base.engine.submit(lambda engine: self._begin(engine, request, answer))
-                while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
+                while not (await asyncio.wait({answer}, timeout=CHECK_S))[0]:
                     if await left():
-                        self._give_up(answer, "the migration is no longer wanted")
-                    self._give_up(answer, f"its stream has been paused for {PAUSE_S:g} s", paused_s=PAUSE_S)
+                        self._abandon(answer, "the migration is no longer wanted")
+                    self._abandon(answer, f"its stream has been paused for {PAUSE_S:g} s", paused_s=PAUSE_S)
                 await answer
         finally:
-            self._asked -= 1
+            self._starting -= 1
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # mark as retrieved: the router may have disconnected
 
-    def _give_up(self, answer: asyncio.Future[None], why: str, paused_s: float = 0.0) -> None:
+    def _abandon(self, answer: asyncio.Future[None], why: str, paused_s: float = 0.0) -> None:
         """Abort the migration that `answer` belongs to, if begun and its stream has been paused for `paused_s`."""
         with self._lock:
             given = [
@@ -136,7 +136,7 @@ class MigrationSender:
     def _pause(self, engine: Engine, transfer: int) -> None:
         """Pause the stream, whose full blocks have been sent, and send the rest."""
         migration = self._find(transfer)
-        pause = engine.moving.stand(transfer) if migration is not None else None
+        pause = engine.moving.snapshot(transfer) if migration is not None else None
         if migration is None or pause is None:
             self.sender.abort(transfer, "the stream no longer runs")
             return

@@ -25,15 +25,15 @@ MAX_BLOCKS = 256
 """Maximum number of blocks in one copy."""
 AT_ONCE = 4
 """Maximum number of copies in flight; a busy buddy grants them between two of its steps."""
-LOOK_S = 0.02
+CHECK_S = 0.02
 """Seconds between two searches for streams to copy."""
 REST = 3
 """Pause after a copy, as a multiple of its transfer time."""
-SHUN_S = 5.0
+BACKOFF_S = 5.0
 """Seconds for which a buddy gets no copies after it refused, failed or dropped one.
 
 The time doubles with each failure in a row."""
-MAX_SHUN_S = 80.0
+MAX_BACKOFF_S = 80.0
 """Maximum time for which a buddy gets no copies, in seconds."""
 DEADLINE_S = 30.0
 """Deadline of a copy, in seconds."""
@@ -54,7 +54,7 @@ class ReplicaInProgress:
     length: int
     most: int
     copied: int = 0
-    lent_at: float = 0.0
+    held_at: float = 0.0
     took_s: float = 0.0
     given_up: bool = False
 
@@ -70,7 +70,7 @@ class Replication:
         self._lock = threading.Lock()
         self._making: dict[int, ReplicaInProgress] = {}
         self._next = 0.0
-        self._shunned: dict[DecodeTarget, tuple[float, float]] = {}
+        self._backoffs: dict[DecodeTarget, tuple[float, float]] = {}
         """Per buddy: monotonic time at which it gets copies again, and the length of the pause in seconds."""
 
     # On the engine thread.
@@ -88,13 +88,13 @@ class Replication:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + LOOK_S
+        self._next = now + CHECK_S
         try:
             self._base.require_ready()
         except Draining:
             return
         in_flight = {making.request.key for making in self._making.values()}
-        paused = {buddy for buddy, (until, _) in self._shunned.items() if until > now}
+        paused = {buddy for buddy, (until, _) in self._backoffs.items() if until > now}
         for request in engine.copies.due(AT_ONCE - len(in_flight), in_flight, paused):
             self._offer(engine, request)
 
@@ -108,7 +108,7 @@ class Replication:
             transfer = self._sender.offer(job.buddy, copy, self, timeouts=self._timeouts)
             self._making[transfer] = ReplicaInProgress(request, job.buddy, length, most)
 
-    def _lend(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
+    def _hold(self, engine: Engine, transfer: int, making: ReplicaInProgress, first: int) -> None:
         """Send the next blocks; the buddy has the blocks before `first`.
 
         If it now has fewer than it confirmed before, it evicts replicas, and the copy is aborted."""
@@ -125,7 +125,7 @@ class Replication:
         upto, whole = min(first + making.most, len(chain)), len(chain)
         # Without the end of its checkpoint a copy is of no use yet: the stream is due again at once.
         making.copied = upto if whole == making.length else making.length if upto == whole else 0
-        blocks, making.lent_at = engine.copies.lend(transfer, chain[:upto], first), time.monotonic()
+        blocks, making.held_at = engine.copies.hold_copy(transfer, chain[:upto], first), time.monotonic()
         self._sender.ship(transfer, blocks)
         self._sender.commit(transfer, None)
 
@@ -136,29 +136,29 @@ class Replication:
             making = self._making.pop(transfer)
         self._next = max(time.monotonic(), self._next) + REST * making.took_s
 
-    def _shun(self, buddy: DecodeTarget) -> None:
+    def _back_off(self, buddy: DecodeTarget) -> None:
         now = time.monotonic()
-        self._shunned = {each: shun for each, shun in self._shunned.items() if shun[0] + MAX_SHUN_S > now}
-        _, before = self._shunned.get(buddy, (now, SHUN_S / 2))
-        long = min(2 * before, MAX_SHUN_S)
-        self._shunned[buddy] = now + long, long
+        self._backoffs = {each: backoff for each, backoff in self._backoffs.items() if backoff[0] + MAX_BACKOFF_S > now}
+        _, before = self._backoffs.get(buddy, (now, BACKOFF_S / 2))
+        long = min(2 * before, MAX_BACKOFF_S)
+        self._backoffs[buddy] = now + long, long
 
     # Called on the link thread.
 
     def granted(self, transfer: int, first_block: int) -> None:
         making = self._find(transfer)
-        self._base.engine.submit(lambda engine: self._lend(engine, transfer, making, first_block))
+        self._base.engine.submit(lambda engine: self._hold(engine, transfer, making, first_block))
 
     def sent(self, transfer: int) -> None:
         """Do nothing: all blocks of a copy are passed to the sender at once."""
 
     def done(self, transfer: int, stats: ShipStats) -> None:
         making = self._find(transfer)
-        making.took_s = time.monotonic() - making.lent_at
+        making.took_s = time.monotonic() - making.held_at
 
         def done(engine: Engine) -> None:
             making.request.copied = making.copied
-            self._shunned.pop(making.buddy, None)
+            self._backoffs.pop(making.buddy, None)
 
         self._base.engine.submit(done)
         self._base.metrics.copies["done"].inc()
@@ -169,7 +169,7 @@ class Replication:
         making = self._find(transfer)
         self._base.metrics.copies["refused" if isinstance(error, GrantRefused) else "failed"].inc()
         if not making.given_up:
-            self._base.engine.submit(lambda engine: self._shun(making.buddy))
+            self._base.engine.submit(lambda engine: self._back_off(making.buddy))
 
     def quiet(self, transfer: int) -> None:
         self._base.engine.submit(lambda engine: self._quiet(engine, transfer))

@@ -60,7 +60,7 @@ class EvictionOrder(Protocol):
     def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Learn which blocks an ended request has left; they are `put` once nothing else uses them."""
 
-    def leave_first(self, block_ids: Sequence[int]) -> None:
+    def evict_first(self, block_ids: Sequence[int]) -> None:
         """Learn which blocks a continuing request gives up; once nothing else uses them they are evicted first."""
 
     def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
@@ -74,7 +74,7 @@ class EvictionOrder(Protocol):
     def put(self, block_id: int, *, leaf: bool) -> None:
         """Add a block that has no user left. leaf: it has no children."""
 
-    def bare(self, block_id: int) -> None:
+    def became_leaf(self, block_id: int) -> None:
         """Note that the block has no children any more; ignored if it is not idle."""
 
     def remove(self, block_id: int) -> None:

@@ -96,7 +96,7 @@ class BlockPool:
     def release(self, owner: Hashable, reason: str, chain: Sequence[int]) -> None:
         """Give up the owner's hold on a chain of blocks (in sequence order)."""
         for block_id in self.holds.release(owner, reason, list(reversed(chain))):
-            self._let_go(block_id)
+            self._release_block(block_id)
 
     def register(
         self, holders: Sequence[tuple[Hashable, str]], block_id: int, block_hash: bytes, parent: int | None, *,
@@ -126,7 +126,7 @@ class BlockPool:
         self._by_hash[block_hash] = block_id
         self.registered_total += 1
         self.miss_reasons.arrived(block_hash)
-        self.changes.came(block_hash, None if parent is None else self._blocks[parent].hash, tiers=tiers)
+        self.changes.add(block_hash, None if parent is None else self._blocks[parent].hash, tiers=tiers)
         return block_id
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -145,7 +145,7 @@ class BlockPool:
             self.tails.forget(block_id)
             idle = block_id in self.idle
             if self._blocks[block_id].hash is not None:
-                self._hide(block_id, "retracted")
+                self._unregister(block_id, "retracted")
             if idle:
                 self._free.put(block_id)
 
@@ -209,28 +209,28 @@ class BlockPool:
     def _evict(self) -> None:
         block_id = self.idle.pop()
         assert not self._blocks[block_id].children, "evicted before its descendants"
-        self._hide(block_id, EVICTED)
+        self._unregister(block_id, EVICTED)
         self.evicted_total += 1
         self._free.put(block_id)
 
-    def _hide(self, block_id: int, reason: str) -> None:
+    def _unregister(self, block_id: int, reason: str) -> None:
         """Make the block unfindable."""
         block = self._blocks[block_id]
         assert block.hash is not None
         self.idle.forget(block_id, block.hash, evicted=reason == EVICTED)
         del self._by_hash[block.hash]
         self.miss_reasons.note((block.hash,), reason)
-        self.changes.went(block.hash)
+        self.changes.remove(block.hash)
         if self.contents is not None:
             self.contents.forget(block.hash)
         if block.parent is not None:
             self._blocks[block.parent].children -= 1
             self._changed(block_id, block.parent, -1)
             if not self._blocks[block.parent].children:
-                self.idle.bare(block.parent)
+                self.idle.became_leaf(block.parent)
         block.hash = block.parent = None
 
-    def _let_go(self, block_id: int) -> None:
+    def _release_block(self, block_id: int) -> None:
         if self._blocks[block_id].hash is not None:
             self.idle.put(block_id, leaf=not self._blocks[block_id].children)
         else:

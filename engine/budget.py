@@ -55,7 +55,7 @@ class Budget:
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Note that a step of `rows` tokens, of streams and prompts, took `seconds`."""
-        self._cost.saw(rows, seconds)
+        self._cost.observe(rows, seconds)
 
     def _beside(self, decodes: int, prompts: int) -> int:
         """Return the budget beside streams. prompts: the number of prompts that have or find a seat.
@@ -68,4 +68,4 @@ class Budget:
         alone_s = first + further * (decodes - 1)
         longest_s = max(self._limits.beside_s * max(1.0, prompts / decodes), ALONE * alone_s)
         tokens = round(min(most, max(LEAST, (longest_s - alone_s) / further)))
-        return tokens if tokens > LEAST or self._cost.told else min(most, 2 * LEAST)
+        return tokens if tokens > LEAST or self._cost.is_measured else min(most, 2 * LEAST)

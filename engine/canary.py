@@ -11,8 +11,8 @@ misconfigured node. Of later transfers a share is drawn, except those computed w
 does not find errors that reach later requests by prefix reuse.
 
 Nothing waits for a check. It runs while the engine is idle, in pieces that stop between two layers when work arrives.
-If requests are present for PATIENCE_S, it runs beside the streams in small pieces for one REST-th of the time. It is
-dropped if blocks become scarce or it takes too long."""
+If requests are present for BUSY_S, it runs beside the streams in small pieces, for one part in IDLE_FACTOR of the time.
+It is dropped if blocks become scarce or it takes too long."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from kvferry.protocol.process_names import NodeName
 
 log = logging.getLogger("kvferry.engine")
 
-PIECE, PIECE_BESIDE = 64, 16
+CHUNK_TOKENS, CHUNK_TOKENS_BESIDE = 64, 16
 """Tokens computed at once: while the engine is idle, and beside streams, where it takes about as long as their step."""
-PATIENCE_S, MOST_S, REST = 5.0, 120.0, 64
-SPARED = 4
+BUSY_S, MAX_S, IDLE_FACTOR = 5.0, 120.0, 64
+RESERVE_DIVISOR = 4
 """One of this many blocks stays available during a check."""
 KNOWN = 4096
 """Maximum number of senders remembered as having agreed."""
@@ -66,7 +66,7 @@ class Canary:
         self._block_size, self._rate, self._tolerated = block_size, rate, tolerated
         self._clock, self._draw = clock, draw
         self._look: CanaryCheck | None = None
-        self._rests_until = 0.0
+        self._paused_until = 0.0
         self._agreed: OrderedDict[NodeName, None] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -85,7 +85,7 @@ class Canary:
         landed = request.block_ids[request.first_block : blocks_for(known, size)]
         if not landed:
             return False
-        keep = max(self._pool.num_blocks // SPARED, self._wanted())
+        keep = max(self._pool.num_blocks // RESERVE_DIVISOR, self._wanted())
         own = self._pool.acquire(request.key, CANARY, [], blocks_for(known + 1, size) + 1, keep=keep)
         look = CanaryCheck(
             request.key,
@@ -122,12 +122,12 @@ class Canary:
         """Return (reason, owner) of the blocks that a check holds."""
         return [(CANARY, self._look.key)] if self._look is not None else []
 
-    def give_way(self) -> None:
+    def yield_blocks(self) -> None:
         """Release the check's blocks if requests may need them. Called before each step and before admission."""
         look = self._look
         if look is None:
             return
-        if self._wanted() > self._pool.available or self._clock() > look.began + MOST_S:
+        if self._wanted() > self._pool.available or self._clock() > look.began + MAX_S:
             self._end(look, "dropped")
 
     def pause_s(self) -> float | None:
@@ -136,7 +136,7 @@ class Canary:
             return None
         if not self._request_table:
             return 0.0
-        return max(0.0, max(self._look.began + PATIENCE_S, self._rests_until) - self._clock())
+        return max(0.0, max(self._look.began + BUSY_S, self._paused_until) - self._clock())
 
     def turn(self, wanted: Wanted) -> None:
         """Compute a piece, if it is time to. wanted: returns, between layers, whether the check may continue."""
@@ -145,7 +145,7 @@ class Canary:
             return
         began = self._clock()
         try:
-            ended = look.go_on(self._runner, PIECE_BESIDE if self._request_table else PIECE, wanted)
+            ended = look.go_on(self._runner, CHUNK_TOKENS_BESIDE if self._request_table else CHUNK_TOKENS, wanted)
             if look.distance > self._tolerated:
                 self._end(look, "differed")
             elif ended:
@@ -158,7 +158,7 @@ class Canary:
             log.exception("the canary cannot recompute the prompt of %s", look.key)
             self._end(look, "dropped")
         now = self._clock()
-        self._rests_until = now + REST * (now - began)
+        self._paused_until = now + IDLE_FACTOR * (now - began)
 
     def _chosen(self, sender: NodeName) -> bool:
         return sender not in self._agreed or self._draw() < self._rate

@@ -168,7 +168,7 @@ class DraftModel:
         found = self.runner.run(slices)
         seconds = time.monotonic() - began
         if slices[-1].decodes:
-            self.cost.saw(len(slices), seconds)
+            self.cost.observe(len(slices), seconds)
         else:
             self.token_s += (LEARN if self.token_s else 1.0) * (seconds / sum(s.count for s in slices) - self.token_s)
         for part, drawn in zip(slices, found, strict=True):

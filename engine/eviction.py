@@ -29,7 +29,7 @@ CONTINUES = 0.8
 """A prompt continues a session if it begins with at least this share of the blocks of the session's last prompt."""
 RANK_S = 1.0
 """Interval in seconds at which the values of all classes are recomputed."""
-MOST_LEVEL = 4
+MAX_LEVEL = 4
 """Highest level of a class: turns of a session, or sessions that share a block, from 8 on."""
 PAUSED, SHARED, COPIED, CLOSED = IDLE_KINDS
 """Kinds of idle blocks (protocol.labels): of a paused session, of several sessions, without a request so far, and of a
@@ -94,12 +94,12 @@ class ValueEviction:
         """Class the blocks of a request that ends, before they are `put`."""
         if not block_ids:
             return
-        own = self._left(cache_use, PAUSED, cache_use.turns, len(block_ids) - cache_use.shared)
+        own = self._leave_chain(cache_use, PAUSED, cache_use.turns, len(block_ids) - cache_use.shared)
         shared, shares = own, -1
         for block_id in islice(block_ids, cache_use.shared):
             if self._shares[block_id] != shares:
                 shares = self._shares[block_id]
-                shared = self._left(cache_use, SHARED, shares, cache_use.shared)
+                shared = self._leave_chain(cache_use, SHARED, shares, cache_use.shared)
             self._chains[block_id] = shared
         for block_id in islice(block_ids, cache_use.shared, None):
             self._chains[block_id] = own
@@ -110,7 +110,7 @@ class ValueEviction:
                 if len(names) > SESSIONS:
                     names.popitem(last=False)
 
-    def leave_first(self, block_ids: Sequence[int]) -> None:
+    def evict_first(self, block_ids: Sequence[int]) -> None:
         """Evict blocks that a running request gives up before all others; blocks given up in one second go together."""
         now = self._clock()
         if now > self._given_up.at + RANK_S:
@@ -152,9 +152,9 @@ class ValueEviction:
         chain.idle += 1
         self.stats.paused += chain.idle == 1 and chain.kind == PAUSED
         if leaf:
-            self.bare(block_id)
+            self.became_leaf(block_id)
 
-    def bare(self, block_id: int) -> None:
+    def became_leaf(self, block_id: int) -> None:
         """Note that the block has no children any more; ignored if it is not idle."""
         chain = self._chains[block_id]
         if block_id in self._idle and chain is not None:
@@ -212,7 +212,7 @@ class ValueEviction:
             chain.gone -= 1
             yield chain
 
-    def _left(self, cache_use: CacheUse, kind: str, times: int, blocks: int) -> IdleChain:
+    def _leave_chain(self, cache_use: CacheUse, kind: str, times: int, blocks: int) -> IdleChain:
         """Return a chain of the class for the blocks that a request left; `blocks` of them weigh as one chain."""
         detail, tools = (cache_use.pause + cache_use.retention, cache_use.tools) if kind == PAUSED else ("", 0)
         rates = self._rates(cache_use.tenant, kind, times, detail, tools)
@@ -225,7 +225,7 @@ class ValueEviction:
         """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares.
 
         Chains whose tools are known are classed by the tools, not by turns."""
-        return self._classes.find(tenant, kind + detail, 0 if tools else min(MOST_LEVEL, times.bit_length()), tools)
+        return self._classes.find(tenant, kind + detail, 0 if tools else min(MAX_LEVEL, times.bit_length()), tools)
 
     def _copy(self) -> IdleChain:
         """Return the chain for blocks that no request has used; those of one second share it."""

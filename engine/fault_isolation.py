@@ -40,7 +40,7 @@ def run(
 
     One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is no longer wanted,
     and DeviceLost once even a sum of two numbers fails."""
-    drawn = _tried(runner, slices, wanted, halfway)
+    drawn = _try(runner, slices, wanted, halfway)
     if not isinstance(drawn, Exception):
         return drawn
     log.error("a step of %d requests failed", len(slices), exc_info=drawn)
@@ -54,17 +54,17 @@ def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
     middle = len(slices) // 2
     found: list[Drawn] = []
     for half in filter(None, (slices[:middle], slices[middle:])):
-        drawn = _tried(runner, half)
+        drawn = _try(runner, half)
         if not isinstance(drawn, Exception):
             found += drawn
         elif len(half) > 1:
             found += _halves(runner, half)
         else:
-            found.append(StepFault(_told(half[0], drawn)))
+            found.append(StepFault(_client_error(half[0], drawn)))
     return found
 
 
-def _tried(
+def _try(
     runner: StepRunner, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
 ) -> Sequence[Found] | Exception:
     """Run the slices; a raised exception is returned and leaves no trace in the requests."""
@@ -81,7 +81,7 @@ def _tried(
         return error
 
 
-def _told(part: Slice, error: Exception) -> KvferryError:
+def _client_error(part: Slice, error: Exception) -> KvferryError:
     if isinstance(error, KvferryError):
         return error
     log.error("%s fails alone: %s", part.request.key, reason(error))

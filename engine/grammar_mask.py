@@ -26,7 +26,7 @@ NEVER = -100.0
 class GrammarMask:
     """Mask of one request, owned by the engine thread or a grammar thread in turn.
 
-    The engine thread owns it from `ready` to the next `advance`, and while it is owed.
+    The engine thread owns it from `ready` to the next `advance`, and while it is deferred.
 
     token_ids, prompt_len   of the request: tokens after the prompt are output
     upto                    number of output tokens that the mask should follow; behind: number that it does follow
@@ -34,7 +34,7 @@ class GrammarMask:
     written                 bits were written at least once
     closing                 the output is being ended before max_tokens would cut it
     ready, late             it is made; it was not when it was needed, or will not be
-    trials, owed            masks to make on grammar threads before the engine thread does; the engine thread makes it
+    trials, deferred        masks to make on grammar threads before the engine thread does; the engine thread makes it
     error                   why there is none, and why the request must end
     """
 
@@ -51,7 +51,7 @@ class GrammarMask:
     late: bool = False
     ready: bool = False
     trials: int = TRIALS
-    owed: bool = False
+    deferred: bool = False
     closing: bool = False
     written: bool = False
     error: KvferryError | None = None
@@ -71,12 +71,12 @@ class GrammarMask:
         return self._may_close and place >= self.params.min_tokens
 
     @property
-    def trails(self) -> bool:
+    def is_outdated(self) -> bool:
         """Return whether the output has changed since the mask was last begun."""
         return len(self.token_ids) - self.prompt_len != self.upto
 
     @property
-    def quick(self) -> bool:
+    def is_fast(self) -> bool:
         """Return whether the next mask will probably be made in microseconds, so that the engine thread may make it."""
         matcher = self.matcher
         if self.trials or matcher is None:
@@ -89,7 +89,7 @@ class GrammarMask:
         return self.late and not self.ready
 
 
-def spare_ends(mask: GrammarMask) -> None:
+def ban_ends(mask: GrammarMask) -> None:
     """Ban tokens that end the request as long as the grammar allows others.
 
     That holds before min_tokens, and for an end of sequence under ignore_eos."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvferry.engine.grammar_mask import TRIALS_IF_SLOW, GrammarMask, spare_ends
+from kvferry.engine.grammar_mask import TRIALS_IF_SLOW, GrammarMask, ban_ends
 from kvferry.protocol.errors import GrammarFailed, InvalidRequest, KvferryError, reason
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Grammar
@@ -26,11 +26,11 @@ from kvferry.structured_output.interface import Compiler, Matcher, words_for
 
 log = logging.getLogger("kvferry.engine")
 
-PATIENCE_S = 0.005
+WAIT_S = 0.005
 """Time that a step waits, once, for masks that are not ready when it draws, in seconds."""
 SLOW_S = 0.002
 """A request whose last mask took longer on its thread is not waited for, in seconds."""
-OWN_S = 0.01
+SELF_MADE_S = 0.01
 """CPU time that a step spends on masks it makes itself, or on the first of them that is slow, in seconds."""
 LONGEST_MASK_S = 1.0
 LONGEST_MASKS_S = 20.0
@@ -91,37 +91,37 @@ class GrammarMasks:
         with self._made:
             for mask in masks:
                 mask.upto = len(mask.token_ids) - mask.prompt_len
-                if mask.owed:
+                if mask.deferred:
                     continue
-                mask.owed = mask.ready and mask.quick
-                if mask.ready and not mask.owed:
+                mask.deferred = mask.ready and mask.is_fast
+                if mask.ready and not mask.deferred:
                     idle.append(mask)
                 mask.ready, mask.late = False, mask.slow
         run_all([_Making(self, mask) for mask in idle], self._masking)
 
     def settle(self, masks: Sequence[GrammarMask]) -> None:
-        """Make the owed masks before a step draws. Those that are not ready and will not be at once are late."""
-        self._make_owed([mask for mask in masks if mask.owed])
+        """Make the deferred masks before a step draws. Those that are not ready and will not be at once are late."""
+        self._make_deferred([mask for mask in masks if mask.deferred])
         missing = [mask for mask in masks if not mask.ready and not mask.late]
         if not missing:
             return
         with self._made:
             self._waited = True
-            self._made.wait_for(lambda: all(mask.ready for mask in missing), PATIENCE_S)
+            self._made.wait_for(lambda: all(mask.ready for mask in missing), WAIT_S)
             self._waited = False
             for mask in missing:
                 mask.late = not mask.ready
 
-    def _make_owed(self, masks: Sequence[GrammarMask]) -> None:
-        """Make owed masks here as long as that is quick; grammar threads make the rest."""
+    def _make_deferred(self, masks: Sequence[GrammarMask]) -> None:
+        """Make deferred masks here as long as that is fast; grammar threads make the rest."""
         began = time.thread_time()
         for done, mask in enumerate(masks):
-            mask.owed = False
+            mask.deferred = False
             self._write(mask)
             mask.ready = True
-            if mask.slow or time.thread_time() - began > OWN_S:
+            if mask.slow or time.thread_time() - began > SELF_MADE_S:
                 for other in masks[done + 1 :]:
-                    other.owed = False
+                    other.deferred = False
                 run_all([_Making(self, other) for other in masks[done + 1 :]], self._masking)
                 return
 
@@ -156,7 +156,7 @@ class GrammarMasks:
                 mask.bits[:] = 0
                 mask.bits.view(np.uint32)[token // 32] = 1 << token % 32
                 mask.closing = True
-            spare_ends(mask)
+            ban_ends(mask)
             mask.written = True
         except KvferryError as error:
             mask.error = error

@@ -16,23 +16,23 @@ class IndexChanges:
         self._rows: dict[bytes, bytes] = {}
         self._stored: dict[bytes, bytes] = {}
         self._removed: dict[bytes, bytes] = {}
-        self.aside: set[bytes] = set()
+        self.untiered: set[bytes] = set()
         self._kept: list[bytes] = []
 
-    def came(self, block_hash: bytes, parent: bytes | None, *, tiers: bool = True) -> None:
+    def add(self, block_hash: bytes, parent: bytes | None, *, tiers: bool = True) -> None:
         """Note that a block is findable, and so is its parent, unless it is a chain's first.
 
         tiers: whether they are to keep it."""
         if not tiers:
-            self.aside.add(block_hash)
+            self.untiered.add(block_hash)
         row = self._rows[block_hash] = behind(self._rows[parent] if parent is not None else b"", block_hash)
         if self._removed.pop(block_hash, None) is None:
             self._stored[block_hash] = row
 
-    def went(self, block_hash: bytes) -> None:
+    def remove(self, block_hash: bytes) -> None:
         """Note that the block is not findable any more."""
         row = self._rows.pop(block_hash)
-        self.aside.discard(block_hash)
+        self.untiered.discard(block_hash)
         if self._stored.pop(block_hash, None) is None:
             self._removed[block_hash] = row
 
@@ -44,8 +44,8 @@ class IndexChanges:
 
     def keep(self, hashes: Iterable[bytes]) -> None:
         """Let tiers keep those of these blocks that they were not to keep so far."""
-        found = self.aside.intersection(hashes)
-        self.aside -= found
+        found = self.untiered.intersection(hashes)
+        self.untiered -= found
         self._kept += found
 
     def drain_kept(self) -> list[bytes]:

@@ -20,7 +20,7 @@ class Ledger:
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._counts = [0] * num_blocks
-        self._books: dict[str, dict[Hashable, dict[int, None]]] = {}
+        self._pages: dict[str, dict[Hashable, dict[int, None]]] = {}
         self._num_held = 0
         self._recounts: list[audit.Holds] = []
 
@@ -33,14 +33,14 @@ class Ledger:
         """Add one hold per block. The owner must not hold any of them for this reason yet, and ids must not repeat."""
         wanted = list(block_ids)
         fresh = dict.fromkeys(wanted)
-        owned = self._books.get(reason, {}).get(owner, {})
+        owned = self._pages.get(reason, {}).get(owner, {})
         assert len(fresh) == len(wanted), f"{owner!r} names a block twice: {wanted}"
         for block_id in fresh:
             assert 0 <= block_id < self.num_blocks, f"block {block_id} is not in the pool of {self.num_blocks}"
             assert block_id not in owned, f"{owner!r} already holds block {block_id} for {reason}"
         if not fresh:
             return
-        self._books.setdefault(reason, {}).setdefault(owner, {}).update(fresh)
+        self._pages.setdefault(reason, {}).setdefault(owner, {}).update(fresh)
         for block_id in fresh:
             self._num_held += self._counts[block_id] == 0
             self._counts[block_id] += 1
@@ -50,7 +50,7 @@ class Ledger:
         """Drop holds: of these blocks, or of all that the owner holds for the reason.
 
         Returns the blocks that now have no hold, in the order named (None: in the order in which they were held)."""
-        owned = self._books.get(reason, {}).get(owner, {})
+        owned = self._pages.get(reason, {}).get(owner, {})
         going = list(owned) if block_ids is None else list(block_ids)
         assert len(set(going)) == len(going), f"{owner!r} names a block twice: {going}"
         for block_id in going:
@@ -70,13 +70,13 @@ class Ledger:
     def move(self, owner: Hashable, old_reason: str, new_reason: str) -> None:
         """Turn all holds of the owner for one reason into holds for another; no block becomes reusable in between."""
         assert old_reason != new_reason, old_reason
-        moving = self._books.get(old_reason, {}).get(owner, {})
-        standing = self._books.get(new_reason, {}).get(owner, {})
-        both = moving.keys() & standing.keys()
+        moving = self._pages.get(old_reason, {}).get(owner, {})
+        existing = self._pages.get(new_reason, {}).get(owner, {})
+        both = moving.keys() & existing.keys()
         assert not both, f"{owner!r} already holds {sorted(both)} for {new_reason}"
         if moving:
             self._forget(owner, old_reason)
-            self._books.setdefault(new_reason, {})[owner] = standing | moving
+            self._pages.setdefault(new_reason, {})[owner] = existing | moving
             self._changed(old_reason, owner, moving, -1)
             self._changed(new_reason, owner, moving, 1)
 
@@ -86,7 +86,7 @@ class Ledger:
 
     def owners(self) -> Iterator[tuple[str, Hashable]]:
         """Yield (reason, owner) of all holds; the ledger must not change meanwhile."""
-        return ((reason, owner) for reason, book in self._books.items() for owner in book)
+        return ((reason, owner) for reason, pages in self._pages.items() for owner in pages)
 
     def check_integrity(self) -> None:
         """Assert that the counts agree."""
@@ -97,7 +97,7 @@ class Ledger:
 
     def audit(self) -> Iterator[None]:
         """Run `check_integrity` in pieces, between which holds may change."""
-        assert all(self._books.values()), "an empty book"
+        assert all(self._pages.values()), "a reason without holds"
         counts = yield from audit.zeros(self.num_blocks)
         anew = audit.Holds(counts, self.owners())
         self._recounts.append(anew)
@@ -111,14 +111,14 @@ class Ledger:
                     yield
             for piece in audit.strides(self.num_blocks):
                 part = slice(piece.start, piece.stop)
-                assert counts[part].tolist() == self._counts[part], f"counts of {piece} differ from the books"
+                assert counts[part].tolist() == self._counts[part], f"counts of {piece} differ from the holds"
                 yield
         finally:
             self._recounts.remove(anew)
 
     def _page(self, reason: str, owner: Hashable) -> dict[int, None]:
         """Return the owner's page, which is never empty while it exists; nothing of it if it is gone."""
-        page = self._books.get(reason, {}).get(owner)
+        page = self._pages.get(reason, {}).get(owner)
         assert page is None or page, f"empty page of {owner!r} for {reason}"
         return page or {}
 
@@ -127,7 +127,7 @@ class Ledger:
             anew.changed(reason, owner, block_ids, by)
 
     def _forget(self, owner: Hashable, reason: str) -> None:
-        book = self._books.get(reason, {})
-        book.pop(owner, None)
-        if not book:
-            self._books.pop(reason, None)
+        pages = self._pages.get(reason, {})
+        pages.pop(owner, None)
+        if not pages:
+            self._pages.pop(reason, None)

@@ -76,7 +76,7 @@ class EngineLoop:
             self._engine.cancellations.announce(request_id, attempt)
             self.submit(lambda engine: engine.cancel(request_id, attempt))
 
-    def give_up(self, drop: Callable[[Engine], None]) -> None:
+    def abort_all(self, drop: Callable[[Engine], None]) -> None:
         """Run `drop`, which drops all attempts; the running step sees it, too, and ends early.
 
         May be called from any thread."""
@@ -184,9 +184,9 @@ class EngineLoop:
         for call in calls:
             self._guarded(call)
         if self._engine.canary:
-            self._engine.canary.give_way()
+            self._engine.canary.yield_blocks()
         if calls:
-            self._engine.stepper.seat()
+            self._engine.stepper.admit_grants()
             self._engine.stepper.report_blocks()  # no step may follow, which would
             self.load = self._engine.load()
             self._flush()

@@ -45,7 +45,7 @@ class OutboundMigration:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class Snapshot:
     """Point at which a migrating stream is paused.
 
     first: output tokens that the migration's job lacks, at least one. covered: number of leading tokens whose K/V is in
@@ -123,7 +123,7 @@ class OutboundMigrations:
             raise TransferFailed("the pool has no room for a copy of the stream's state")
         return tuple(blocks)
 
-    def stand(self, transfer: int) -> Stand | None:
+    def snapshot(self, transfer: int) -> Snapshot | None:
         """Pause the stream and return the point at which it is paused.
 
         None: the migration failed, or the stream ended or lost its blocks."""
@@ -144,7 +144,7 @@ class OutboundMigrations:
         self._pool.holds.hold(("ship", transfer), SHIP, new)
         self._transfer_holds[transfer] += new
         tokens = TokenDelta(*request.key, known - move.job.prompt_len, tuple(request.token_ids[known:]))
-        return Stand(tokens, covered, (*enumerate(rest, first), *enumerate(beside, move.asked)))
+        return Snapshot(tokens, covered, (*enumerate(rest, first), *enumerate(beside, move.asked)))
 
     def done(self, transfer: int) -> None:
         """End the stream here, unless it has ended: the other node continues it."""

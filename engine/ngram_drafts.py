@@ -71,7 +71,7 @@ class NgramDrafts:
         self._class = bisect_right(CLASSES, matched)
         self.found = tuple(np.resize(self._ids[at + 1 : self._upto], most).tolist()) if matched else ()
 
-    def saw(self, token_ids: Sequence[int]) -> None:
+    def observe(self, token_ids: Sequence[int]) -> None:
         """Learn from the tokens drawn after the last one, whether their drafts were computed or not."""
         for drafted, drawn in zip(self.found, token_ids, strict=False):
             self._shares[self._class] += WEIGHT * ((drafted == drawn) - self._shares[self._class])

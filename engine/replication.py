@@ -77,7 +77,7 @@ class Replicas:
         found = self._pool.match(names)
         return found if len(found) == len(names) else None
 
-    def lend(self, transfer: int, chain: Sequence[int], first: int) -> list[tuple[int, int]]:
+    def hold_copy(self, transfer: int, chain: Sequence[int], first: int) -> list[tuple[int, int]]:
         """Hold blocks of `chain` for a transfer, and return (index, block id) of those from `first` on.
 
         They stay unchanged until `returned`. So do the blocks before `first`, for a chain is held as a whole."""

@@ -245,6 +245,6 @@ def to_compute(request: Request) -> int:
     return request.lacking if request.grant is None else 0
 
 
-def junior(request: Request) -> tuple[bool, bool, float]:
+def preemption_key(request: Request) -> tuple[bool, bool, float]:
     """Sort key of preemption, greatest first. A stream's rank only rises, so the most senior always makes progress."""
     return (not request.output_len, not resumed(request), request.arrived)

@@ -66,7 +66,7 @@ class RequestTable:
         return self._queued_tokens + sum(r.uncomputed for r in self.running if not r.decodes)
 
     @property
-    def seated(self) -> list[Request]:
+    def holding_blocks(self) -> list[Request]:
         """Return requests that have their blocks and cannot run yet."""
         return [request for request in self.awaiting.values() if request.block_ids]
 

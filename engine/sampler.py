@@ -36,7 +36,7 @@ class SampleRow:
     token_ids: Sequence[int]
     prompt_len: int
     mask: GrammarMask | None = None
-    bare: bool = field(init=False)
+    is_argmax: bool = field(init=False)
     _edits: tuple[LogitsProcessor, ...] | None = field(init=False, default=None)
     _adjustments: Adjustments = field(init=False)
     _behind: int = field(init=False, default=-1)
@@ -44,7 +44,7 @@ class SampleRow:
     def __post_init__(self) -> None:
         params = self.params if self.mask is None else replace(self.params, min_tokens=0)
         self._adjustments = Adjustments(params, self.token_ids, self.prompt_len)
-        self.bare = is_greedy(self.params) and self.params.logprobs is None and self.mask is None
+        self.is_argmax = is_greedy(self.params) and self.params.logprobs is None and self.mask is None
 
     @property
     def drawable(self) -> bool:
@@ -89,7 +89,7 @@ def sample(
     each row, where known."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     edits, adjusted = [row.edits(logits.device) for row in rows], _adjusted(rows)
-    if best is not None and all(row.bare for row in rows) and not any(edits) and not adjusted:
+    if best is not None and all(row.is_argmax for row in rows) and not any(edits) and not adjusted:
         return [Sampled(token, None) for token in best]
     if not rows:
         return []

@@ -26,7 +26,7 @@ from kvferry.engine.budget import Budget, Limits
 from kvferry.engine.deadlock_check import require_progress
 from kvferry.engine.media.media_requests import MediaRequests
 from kvferry.engine.media.request_media import RequestMedia
-from kvferry.engine.request import Place, Request, coming, grows, held_blocks, held_up, junior, resumed
+from kvferry.engine.request import Place, Request, coming, grows, held_blocks, held_up, preemption_key, resumed
 from kvferry.engine.request_states import Awaits, State
 from kvferry.engine.request_table import PLACE, RequestTable, arriving, share, suspend
 from kvferry.engine.step_slices import Slice, chunks_of
@@ -89,7 +89,7 @@ class Scheduler:
         share(self.request_table, len(decodes) + sum(s.count for s in chunks), len(order))
         return decodes + chunks
 
-    def seat(self) -> None:
+    def admit_grants(self) -> None:
         """Assign blocks to requests whose prompts arrive by grants, without a step.
 
         They may pass only prompts that wait for budget."""
@@ -137,7 +137,7 @@ class Scheduler:
             victims = [r for r in self.request_table.running if r.transfer is None]
             if not victims:
                 return False
-            victim = max(victims, key=junior)
+            victim = max(victims, key=preemption_key)
             self.preempt(victim)
             if victim is request:
                 return False
@@ -161,12 +161,12 @@ class Scheduler:
         begun: list[Request] = []
         if not (waiting := self.request_table.waiting):
             return begun
-        seated = self.request_table.seated
-        taken = len(self.request_table.running) + len(seated)
-        kept = len(seated) + sum(grows(r) + self.blocks.missing(r) for r in self.request_table.running)
+        holding_blocks = self.request_table.holding_blocks
+        taken = len(self.request_table.running) + len(holding_blocks)
+        kept = len(holding_blocks) + sum(grows(r) + self.blocks.missing(r) for r in self.request_table.running)
         before, late = list(prompts), None
         passed = 0
-        while passed < len(waiting) and taken + passed < self._seats(waiting[passed]):
+        while passed < len(waiting) and taken + passed < self._running_limit(waiting[passed]):
             request = waiting[passed]
             if request.media is not None and self._lacks_rows(request, request.media):
                 suspend(self.request_table, passed, Awaits.MEDIA)
@@ -179,7 +179,7 @@ class Scheduler:
                 kept += self.blocks.wanted(request)
                 passed += 1
                 continue
-            if request.grant is not None and (late or self._crowds(request)):
+            if request.grant is not None and (late or self._must_wait_for_arrivals(request)):
                 kept, late = kept + (0 if late else self.blocks.wanted(request)), late or request
                 passed += 1
                 continue
@@ -204,15 +204,15 @@ class Scheduler:
             return False
         return not (self.pool.prefix_caching and coming(request, self.request_table.running))
 
-    def _crowds(self, request: Request) -> bool:
+    def _must_wait_for_arrivals(self, request: Request) -> bool:
         """Return whether a new prompt must wait for the arrival of prompts that hold blocks already."""
         held = 0 if resumed(request) else arriving(self.request_table)
         return 0 < held > self.pool.num_blocks // ARRIVING - self.blocks.wanted(request)
 
-    def _seats(self, request: Request) -> int:
+    def _running_limit(self, request: Request) -> int:
         """Return the limit of seats in use with this request; streams that began elsewhere may use reserved seats."""
         most = self.limits.max_num_seqs
-        return min(most_seats(most), self.limits.max_num_batched_tokens) if resumed(request) else most
+        return min(max_running(most), self.limits.max_num_batched_tokens) if resumed(request) else most
 
     def _note_admission(self, request: Request) -> None:
         """Record the first admission; from now on the link sends from the blocks or receives into them."""
@@ -236,6 +236,6 @@ class Scheduler:
         request.lacking = len(request.token_ids) - self.blocks.cached(request)
 
 
-def most_seats(max_num_seqs: int) -> int:
+def max_running(max_num_seqs: int) -> int:
     """Return how many requests can run at once: `max_num_seqs`, and streams in reserved seats."""
     return max_num_seqs + max(1, max_num_seqs // KEPT)

@@ -16,7 +16,7 @@ from kvferry.engine.logits_processors import look_back
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.request import Request
 from kvferry.engine.sampler import Sampled
-from kvferry.engine.step_cost import TRUST, StepCost
+from kvferry.engine.step_cost import ASSUMED_WEIGHT, StepCost
 from kvferry.engine.step_slices import Slice
 
 KEPT = 8
@@ -44,7 +44,7 @@ class Speculation:
 
         While the cost of a draft is unknown, every other step has none."""
         self._turn += 1
-        plain = self._turn % 2 and self._cost.spread < TRUST
+        plain = self._turn % 2 and self._cost.spread < ASSUMED_WEIGHT
         if not self._most or plain or not all(part.streams for part in slices):
             return slices
         drafts = [self._look(part.request) for part in slices]
@@ -61,14 +61,14 @@ class Speculation:
         if not self._most or not all(part.streams for part in slices):
             return 0.0
         drafting_s = self._drafter.settle(slices, drawn, seconds, self._cost.line()) if self._drafter else 0.0
-        self._cost.saw(sum(1 + len(part.drafts) for part in slices), seconds - drafting_s)
+        self._cost.observe(sum(1 + len(part.drafts) for part in slices), seconds - drafting_s)
         for part, found in zip(slices, drawn, strict=True):
             if isinstance(found, Accepted):
                 self._drafted += found.drafted
                 self._accepted += len(found.tokens) - 1
             tokens = found.tokens if isinstance(found, Accepted) else (found,)
             if part.request.drafts is not None:
-                part.request.drafts.saw([one.token_id for one in tokens if isinstance(one, Sampled)])
+                part.request.drafts.observe([one.token_id for one in tokens if isinstance(one, Sampled)])
         return drafting_s
 
     def forget(self, request: Request) -> None:

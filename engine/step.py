@@ -82,12 +82,12 @@ class Stepper:
         if self.ahead:
             self._tried(further=False)
 
-    def seat(self) -> None:
+    def admit_grants(self) -> None:
         """Assign blocks to reservations as a step would, as far as they last.
 
         A failure here fails the next step, which reports it."""
         with suppress(Exception):
-            self._scheduler.seat()
+            self._scheduler.admit_grants()
         self._announce_admissions()
 
     def drop(self, request: Request, error: KvferryError) -> None:
@@ -246,4 +246,4 @@ class Stepper:
 def _trailing(slices: Sequence[Slice]) -> list[GrammarMask]:
     """Return grammar masks to advance: of requests that continue here after a token that was drawn now."""
     rows = (part.request.sample_row for part in slices if part.request.state is State.RUNNING)
-    return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.trails]
+    return [row.mask for row in rows if row is not None and row.mask is not None and row.mask.is_outdated]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ROW = 0.1
 """Assumed cost of another row, as a share of a step of one row, until steps with more rows were seen."""
-FORGET, TRUST = 0.98, 2.0
+FORGET, ASSUMED_WEIGHT = 0.98, 2.0
 """Weight of an older step relative to the one after it, and weight of the assumed cost in steps."""
 NOISE = 1 / 3
 """Spread of rows, as a share of their mean, below which the assumed cost weighs more than measured steps.
@@ -12,12 +12,12 @@ NOISE = 1 / 3
 Steps of equal rows differ by about a tenth of their time, and the assumption is wrong by some three tenths."""
 NEAR, FADE = 1 / 8, 0.001
 """Steps with a number of rows within NEAR of the mean do not show a row's cost; the learned cost fades by FADE then."""
-ODD, FEW = 4.0, 8
-"""A step that takes ODD times its predicted time is counted at the prediction, for FEW steps.
+OUTLIER, MAX_OUTLIERS = 4.0, 8
+"""A step that takes OUTLIER times its predicted time is counted at the prediction, for MAX_OUTLIERS steps.
 
 Something else delayed it. If steps do take as long now, the following ones show it."""
 
-LEAST_S = 1e-6
+MIN_S = 1e-6
 """Shortest duration of a step, also with a coarse clock."""
 
 
@@ -28,12 +28,12 @@ class StepCost:
         self._count = self._rows = self._seconds = self._squares = self._products = 0.0
         self._row = ROW
 
-    def saw(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` rows."""
-        mean, seconds = self._rows / self._count if self._count else rows, max(LEAST_S, seconds)
-        if self._count > FEW:
+        mean, seconds = self._rows / self._count if self._count else rows, max(MIN_S, seconds)
+        if self._count > MAX_OUTLIERS:
             first, further = self.line()
-            seconds = min(seconds, ODD * (first + further * (rows - 1)))
+            seconds = min(seconds, OUTLIER * (first + further * (rows - 1)))
         self._count = FORGET * self._count + 1
         self._rows = FORGET * self._rows + rows
         self._seconds = FORGET * self._seconds + seconds
@@ -51,9 +51,9 @@ class StepCost:
         return max(0.0, self._squares - self._rows**2 / self._count) if self._count else 0.0
 
     @property
-    def told(self) -> bool:
+    def is_measured(self) -> bool:
         """Return whether steps differ enough that the measured cost of a row is better than the guess."""
-        return self.spread > self._trust
+        return self.spread > self._assumed_weight
 
     @property
     def known(self) -> bool:
@@ -65,12 +65,12 @@ class StepCost:
         if not self._count:
             return 1.0, ROW
         rows, seconds = self._rows / self._count, self._seconds / self._count
-        guessed = self._row * seconds / (1 + self._row * (rows - 1))
-        trust = self._trust
-        slope = (self._products - rows * self._seconds + trust * guessed) / (self.spread + trust)
+        assumed = self._row * seconds / (1 + self._row * (rows - 1))
+        trust = self._assumed_weight
+        slope = (self._products - rows * self._seconds + trust * assumed) / (self.spread + trust)
         slope = min(max(slope, 0.01 * seconds / rows), seconds / rows)
         return seconds - slope * (rows - 1), slope
 
     @property
-    def _trust(self) -> float:
-        return max(TRUST, (NOISE * self._rows / self._count) ** 2) if self._count else TRUST
+    def _assumed_weight(self) -> float:
+        return max(ASSUMED_WEIGHT, (NOISE * self._rows / self._count) ** 2) if self._count else ASSUMED_WEIGHT

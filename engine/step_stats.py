@@ -27,7 +27,7 @@ class StepStats:
         drafted, accepted = self._speculation.take()
         states = self._scheduler.blocks.states
         checkpoints = (states.saved_total, states.loaded_total) if states is not None else (0, 0)
-        told = Stepped(
+        event = Stepped(
             seconds,
             prefill_tokens=sum(s.count for s in slices) - decodes,
             decode_tokens=decodes + accepted,
@@ -41,4 +41,4 @@ class StepStats:
         )
         self._preempted, self._evicted, self._checkpoints = preempted, evicted, checkpoints
         self._idle = self._scheduler.pool.idle.stats.copy()
-        return told
+        return event

@@ -21,7 +21,7 @@ from kvferry.engine.step_slices import Slice
 
 DEEPEST = 4
 """Maximum number of steps suspended at once; a further step runs to its end."""
-LEAST_S = 0.005
+MIN_S = 0.005
 """Seconds for which a step computes before it may be suspended; the next round takes tenths of a millisecond."""
 
 
@@ -88,7 +88,7 @@ class SuspendedStep:
         An early end means that all its requests are leaving; it is not committed, and its writes lie behind the
         computed tokens. Raises DeviceLost."""
         keys = [part.request.key for part in batch.slices]
-        rests_at = time.monotonic() + LEAST_S if self._may_put(runner, batch) else inf
+        rests_at = time.monotonic() + MIN_S if self._may_put(runner, batch) else inf
 
         def wanted() -> bool:
             called = time.monotonic() > rests_at and self.called()

@@ -110,7 +110,7 @@ class WindowPages(WindowPrefixes):
         gone = pages.drop(self._groups.first_page(request.computed_len, self._block_size))
         if not gone:
             return
-        self._pool.idle.leave_first(gone)
+        self._pool.idle.evict_first(gone)
         self._pool.release(*request.holder, gone)
         more = self._pool.acquire(*request.holder, [], self.missing(request, len(request.token_ids)))
         pages.append(more or ())
@@ -173,7 +173,7 @@ class WindowPages(WindowPrefixes):
 
     def _keep(self, request: Request, count: int) -> None:
         """Let tiers keep the window before the end of the request's first `count` blocks."""
-        if self._pool.changes.aside and count > 0:
+        if self._pool.changes.untiered and count > 0:
             window = request.hashes[self._first(count) : count]
             self._pool.changes.keep(name for each in window for name in state_hashes(each, self.num_blocks))
 

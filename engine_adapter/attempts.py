@@ -19,15 +19,15 @@ from kvferry.protocol.messages import AttemptFailed, Job, StepFrame, TokenDelta
 from kvferry.protocol.work import Generate
 from kvferry.worker.streams import RouterStreams
 
-TURN_S, TURN_PER_STREAM_S, MAX_TURN_S = 1e-3, 2.5e-4, 4e-3
+FRAME_S, FRAME_PER_STREAM_S, MAX_FRAME_S = 1e-3, 2.5e-4, 4e-3
 """Minimum time between two frames, its increase per running stream, and its maximum, in seconds.
 
 A token waits for at most this long; that of a single stream waits for little more than a millisecond."""
 
 
-def turn_s(streams: int) -> float:
+def frame_interval_s(streams: int) -> float:
     """Return the minimum time between two frames for this number of running streams, in seconds."""
-    return min(MAX_TURN_S, TURN_S + TURN_PER_STREAM_S * streams)
+    return min(MAX_FRAME_S, FRAME_S + FRAME_PER_STREAM_S * streams)
 
 
 class FramePacing:
@@ -39,7 +39,7 @@ class FramePacing:
         self, send: Callable[[], None], streams: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._send, self._streams, self._clock = send, streams, clock
-        self._sent_at = -MAX_TURN_S
+        self._sent_at = -MAX_FRAME_S
         self._is_due = False
 
     def due(self) -> None:
@@ -47,7 +47,7 @@ class FramePacing:
         if self._is_due:
             return
         self._is_due = True
-        left = self._sent_at + turn_s(self._streams()) - self._clock()
+        left = self._sent_at + frame_interval_s(self._streams()) - self._clock()
         loop = asyncio.get_running_loop()
         if left <= 0:
             loop.call_soon(self._now)  # after the sockets that are ready now
@@ -124,7 +124,7 @@ class Attempts:
         self._outbox: defaultdict[str, _Frame] = defaultdict(_Frame)
         self._pacing = FramePacing(self._send, lambda: self.running)
         self._calls = 0
-        self.heard_at = 0.0
+        self.last_output_at = 0.0
 
     @property
     def running(self) -> int:
@@ -153,7 +153,7 @@ class Attempts:
                 transfer.fail(Cancelled("the attempt was cancelled, or runs already"))
             return
         if transfer is not None:
-            job = transfer.job_behind(job)
+            job = transfer.continuing_job(job)
         running = _Running(job, time.monotonic(), not self._table.running, transfer)
         self._table.start(running, self._generate(running) if generates else self._pool(running))
 
@@ -164,8 +164,8 @@ class Attempts:
     async def _pool(self, running: _Running) -> None:
         job = running.job
         delta = await self._pooling.delta(job, self._new_id(job), self._names.get(job.adapter, ""))
-        self.heard_at = time.monotonic()
-        self.rates.first_token(len(job.token_ids), self.heard_at - running.began, alone=running.alone)
+        self.last_output_at = time.monotonic()
+        self.rates.first_token(len(job.token_ids), self.last_output_at - running.began, alone=running.alone)
         self._to_router(job).deltas.append(delta)
 
     def _new_id(self, job: Job) -> str:
@@ -182,20 +182,20 @@ class Attempts:
             call = replace(call, params=params, reference=transfer.reference)
 
         def deliver(delta: EngineDelta) -> None:
-            self.heard_at = running.last_at = time.monotonic()
+            self.last_output_at = running.last_at = time.monotonic()
             running.first_at = running.first_at or running.last_at
             running.tokens += len(delta.token_ids)
             nonlocal sequence
             if transfer is not None:
                 begins = transfer.first_token is None
-                transfer.see(delta)
+                transfer.check(delta)
                 if begins:  # the prefill node sends the first token, which came with the blocks
-                    sequence = OutputSequence(transfer.job_behind(job), length)
+                    sequence = OutputSequence(transfer.continuing_job(job), length)
                 delta.cached_tokens = None  # the engine counts only blocks that it had before
             if delta.cached_tokens is not None:
                 running.cached = delta.cached_tokens
-            if (told := sequence.push(delta)) is not None:
-                self._to_router(job).deltas.append(told)
+            if (new := sequence.push(delta)) is not None:
+                self._to_router(job).deltas.append(new)
 
         self._sent(job, call)
         await self._engine.generate(call, deliver)

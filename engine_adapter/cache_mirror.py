@@ -88,13 +88,13 @@ class CacheMirror:
             )
             self.forgotten += 1
             self._clear()
-        self._tell()
+        self._publish()
 
     def forget(self) -> None:
         """Forget all blocks, because the engine did or because events were lost."""
         self.forgotten += 1
         self._clear()
-        self._tell()
+        self._publish()
 
     def held(
         self, token_ids: Sequence[int], namespace: str = "", adapter: str = "", media: Sequence[MediaItem] = ()
@@ -141,7 +141,7 @@ class CacheMirror:
         if blocks:
             self.skipped[reason] += blocks
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         added, removed = self._cached.changes()
         if added or removed:
             self._note(added, removed)
@@ -165,8 +165,8 @@ def read_extra_keys(event: BlocksStored) -> ExtraKeys:
 
     Media are pairs of a hash and a place; a salt is a text, and only a chain's first block has one."""
     salt, extras = event.salt, dict[int, bytes]()
-    for at, told in enumerate(event.extra_keys[: len(event.keys)]):
-        keys = told or []
+    for at, reported in enumerate(event.extra_keys[: len(event.keys)]):
+        keys = reported or []
         if event.lora and keys and str(keys[0]) == event.lora:
             keys = keys[1:]
         if at == 0 and event.parent is None and keys and isinstance(keys[-1], str):

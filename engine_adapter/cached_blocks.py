@@ -65,8 +65,8 @@ class CachedBlocks:
         size = self._block_size
         above = None if parent is None else self._blocks.get(parent)
         row, before = (b"", root) if above is None else (above.row, above.hash)
-        reached = parent is None or bool(row)
-        hashes = chain(before, token_ids, size, extras=extras) if reached else ()
+        reachable = parent is None or bool(row)
+        hashes = chain(before, token_ids, size, extras=extras) if reachable else ()
         for at, key in enumerate(keys):
             block = self._blocks.get(key)
             if block is not None:
@@ -75,13 +75,13 @@ class CachedBlocks:
                     self.copies += 1
             else:
                 block = self._add(key, parent)
-                if reached and hashes:
+                if reachable and hashes:
                     block.hash = hashes[at]
                 else:
                     block.tokens, block.extras = token_ids[at * size : (at + 1) * size], extras.get(at, b"")
-                if reached:
-                    self._reach(block, row, before)
-            parent, row, before, reached = key, block.row, block.hash, bool(block.row)
+                if reachable:
+                    self._add_rows(block, row, before)
+            parent, row, before, reachable = key, block.row, block.hash, bool(block.row)
 
     def remove(self, key: BlockKey) -> bool:
         """Remove one copy of a block; return False if it is not known."""
@@ -93,7 +93,7 @@ class CachedBlocks:
         if block.copies:
             return True
         if block.row:
-            self._lose(block)
+            self._remove_rows(block)
         del self._blocks[key]
         if block.parent is not None:
             siblings = self._behind[block.parent]
@@ -126,18 +126,18 @@ class CachedBlocks:
             siblings.append(block)
         return block
 
-    def _reach(self, top: _Block, row_before: bytes, hash_before: bytes) -> None:
+    def _add_rows(self, top: _Block, row_before: bytes, hash_before: bytes) -> None:
         """Give a row to a block whose parent has one, and to all cached blocks after it."""
-        self._show(top, row_before, hash_before)
+        self._add_row(top, row_before, hash_before)
         if top.key not in self._behind:
             return
         found = [top]
         for block in found:
             for each in self._behind.get(block.key, ()):
-                self._show(each, block.row, block.hash)
+                self._add_row(each, block.row, block.hash)
                 found.append(each)
 
-    def _show(self, block: _Block, row_before: bytes, hash_before: bytes) -> None:
+    def _add_row(self, block: _Block, row_before: bytes, hash_before: bytes) -> None:
         if not block.hash:
             block.hash = block_hash(hash_before, block.tokens, block.extras)
             block.tokens, block.extras = _NO_TOKENS, b""
@@ -147,7 +147,7 @@ class CachedBlocks:
         if not count:
             self._note(row, present=True)
 
-    def _lose(self, top: _Block) -> None:
+    def _remove_rows(self, top: _Block) -> None:
         """Remove the row of a block, and those of all blocks after it."""
         found = [top]
         for block in found:

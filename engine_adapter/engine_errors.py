@@ -10,17 +10,17 @@ from kvferry.protocol.errors import InvalidRequest, KvferryError, Overloaded, St
 
 def refusal(status: int, body: bytes, retry_after: str | None) -> KvferryError:
     """Return the error for an engine's refusal: of the request's contents, for now, or of this request alone."""
-    told = f"the engine answered {status}: {_message(body)}"
+    reported = f"the engine answered {status}: {_message(body)}"
     if status in (400, 413, 422):
-        return InvalidRequest(told)
-    return Overloaded(told, retry_after=1.0) if status in (429, 503) else StepFailed(told)
+        return InvalidRequest(reported)
+    return Overloaded(reported, retry_after=1.0) if status in (429, 503) else StepFailed(reported)
 
 
 def failure(error: Any) -> KvferryError:
     """Return the error for one that the engine sends inside an answer with status 200."""
-    told = error if isinstance(error, dict) else {"message": str(error)}
-    kind = InvalidRequest if told.get("code") == 400 else StepFailed
-    return kind(f"the engine failed: {str(told.get('message', ''))[:500]}")
+    reported = error if isinstance(error, dict) else {"message": str(error)}
+    kind = InvalidRequest if reported.get("code") == 400 else StepFailed
+    return kind(f"the engine failed: {str(reported.get('message', ''))[:500]}")
 
 
 def _message(body: bytes) -> str:

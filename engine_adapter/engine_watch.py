@@ -16,7 +16,7 @@ HEALTH_S, LOAD_S = 0.4, 1.0
 """Seconds between two checks of the engine's health and of its load."""
 STALLED_S = 1.0
 """Seconds without an answer after which the engine counts as stalled."""
-SILENT_S = 15.0
+GONE_S = 15.0
 """Seconds without an answer after which the engine counts as gone."""
 
 
@@ -25,8 +25,8 @@ class EngineWatch:
 
     heard_at: returns when output came last, in monotonic seconds: an engine too busy to answer is not gone."""
 
-    def __init__(self, engine: Engine, process: str, heard_at: Callable[[], float] = lambda: 0.0) -> None:
-        self._engine, self._process, self._heard_at = engine, process, heard_at
+    def __init__(self, engine: Engine, process: str, last_output_at: Callable[[], float] = lambda: 0.0) -> None:
+        self._engine, self._process, self._last_output_at = engine, process, last_output_at
         self.load = EngineLoad()
         self.fault = ""
         self.gone = asyncio.Event()
@@ -36,15 +36,15 @@ class EngineWatch:
     @property
     def still_s(self) -> float:
         """Return the seconds since the engine's last answer, if it is stalled; 0 if it is well."""
-        return self._silent_s if self._silent_s > STALLED_S else 0.0
+        return self._unanswered_s if self._unanswered_s > STALLED_S else 0.0
 
     @property
-    def _silent_s(self) -> float:
-        return time.monotonic() - max(self._answered_at, self._heard_at())
+    def _unanswered_s(self) -> float:
+        return time.monotonic() - max(self._answered_at, self._last_output_at())
 
-    def hears(self, heard_at: Callable[[], float]) -> None:
-        """Use this function from now on as `heard_at`."""
-        self._heard_at = heard_at
+    def use_output_clock(self, last_output_at: Callable[[], float]) -> None:
+        """Use this function from now on as `last_output_at`."""
+        self._last_output_at = last_output_at
 
     def start(self) -> None:
         """Begin to watch, also after a stop."""
@@ -88,8 +88,8 @@ class EngineWatch:
             self.end(error.message)
             raise
         except KvferryError:
-            if self._silent_s > SILENT_S:
-                self.end(f"it has not answered for {SILENT_S:g} s")
+            if self._unanswered_s > GONE_S:
+                self.end(f"it has not answered for {GONE_S:g} s")
             raise
         self._answered_at = time.monotonic()
 

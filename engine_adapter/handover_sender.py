@@ -134,7 +134,7 @@ class HandoverSender:
         self.rates.shipped(size, seconds)
         return ShipDone(job.request_id, job.attempt, blocks, size, seconds, seconds)
 
-    async def meet(
+    async def hand_over_room(
         self, job: Job, target: DecodeTarget, length: int, reference: str, ticket: Ticket
     ) -> tuple[ShipDone, int]:
         """Hand over a room while the prompt is computed; return once the decode engine has the blocks.

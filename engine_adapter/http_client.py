@@ -183,7 +183,7 @@ class EngineHttp:
         begun: Callable[[str], None] = lambda kind: None,
     ) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
-        key = f"authorization: Bearer {told}\r\n" if (told := self._api_key()) else ""
+        key = f"authorization: Bearer {secret}\r\n" if (secret := self._api_key()) else ""
         head = (
             f"{what} HTTP/1.1\r\nhost: {self._netloc}\r\n{key}content-type: {content_type}\r\n"
             f"content-length: {len(data)}\r\n\r\n"

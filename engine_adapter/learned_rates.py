@@ -9,7 +9,7 @@ from kvferry.worker.step_time_fit import StepTimeFit
 
 WEIGHT = 0.1
 """Weight of a new observation in the moving averages."""
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 """Prompts that compute fewer tokens say nothing about the speed of prefill."""
 
 
@@ -24,7 +24,7 @@ class LearnedRates:
         """Learn from the seconds to the first token of a prompt with `computed` computed tokens.
 
         alone: nothing else ran or waited; otherwise the time depends mostly on the other requests."""
-        if alone and computed >= LEAST_TOKENS and seconds > 0:
+        if alone and computed >= MIN_TOKENS and seconds > 0:
             self._learn(computed / seconds, self.rates.step_s)
 
     def stream(self, tokens: int, seconds: float, *, streams: int) -> None:
@@ -34,7 +34,7 @@ class LearnedRates:
         self._learn(self.rates.prefill_tokens_per_s, seconds / tokens)
         if self.rates.alone_s:
             self._streams = self._streams or StepTimeFit(self.rates.alone_s, WEIGHT)
-            self._streams.saw(streams, seconds / tokens, pure=True)
+            self._streams.observe(streams, seconds / tokens, pure=True)
             self.rates = replace(self.rates, alone_s=self._streams.alone_s, stream_s=self._streams.stream_s)
 
     def shipped(self, size: int, seconds: float) -> None:

@@ -17,7 +17,7 @@ from kvferry.protocol.sampling import SamplingParams
 log = logging.getLogger("kvferry.adapter")
 
 PROMPT_TOKENS, OUTPUT_TOKENS, RESUMED_AT = 48, 24, 12
-LEAST_ID, IDS = 40, 400
+MIN_ID, IDS = 40, 400
 """First and number of the token ids that prompts are made of: past the special tokens of most vocabularies."""
 RATED = (7, 11, 13)
 """Numbers of the prompts whose times are taken: the first one after a start is often slow."""
@@ -98,7 +98,7 @@ class Measurement:
         return tuple(tokens)
 
     def _call(self, params: SamplingParams, delivered: tuple[int, ...], shift: int) -> EngineCall:
-        prompt = tuple(LEAST_ID + (7 * at + 31 * shift) % IDS for at in range(PROMPT_TOKENS))
+        prompt = tuple(MIN_ID + (7 * at + 31 * shift) % IDS for at in range(PROMPT_TOKENS))
         left = SamplingParams(
             temperature=params.temperature, seed=params.seed, max_tokens=OUTPUT_TOKENS - len(delivered), ignore_eos=True
         )

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass
 
 from kvferry.engine_adapter.engine import Engine
-from kvferry.engine_adapter.measured_guarantees import IDS, LEAST_ID
+from kvferry.engine_adapter.measured_guarantees import IDS, MIN_ID
 from kvferry.engine_adapter.pooling_engine import POOLING_TASKS, PoolingCall, PoolingEngine, PoolingTask
 from kvferry.protocol.errors import InvalidRequest, Overloaded, StepFailed
 
@@ -56,7 +56,7 @@ async def _vectors(engine: PoolingEngine, task: PoolingTask) -> list[array[float
     salt = f"measured-{task}-{time.time_ns()}"
     found: list[array[float]] = []
     for length in LENGTHS:
-        prompt = tuple(LEAST_ID + 11 * at % IDS for at in range(length))
+        prompt = tuple(MIN_ID + 11 * at % IDS for at in range(length))
         call = PoolingCall(f"{salt}-{length}", prompt, cache_salt=salt)
         try:
             found.append(await engine.pool(task, call))

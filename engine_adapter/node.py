@@ -27,7 +27,7 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.worker.media_routes import MediaRoutes
-from kvferry.worker.membership import LAST_WORD_S
+from kvferry.worker.membership import WITHDRAW_S
 from kvferry.worker.node_address import NodeAddress
 
 log = logging.getLogger("kvferry.adapter")
@@ -99,7 +99,7 @@ class AdapterNode:
             log.critical("%s exits: the engine is gone: %s", self.address.node_id, state.watch.fault)
             await self._changes.stop()
             state = self.state or state
-            await state.membership.leave(LAST_WORD_S)
+            await state.membership.leave(WITHDRAW_S)
             return False
         await self._changes.stop()
         await self._drain(self.state or state, gone, stop)
@@ -116,7 +116,7 @@ class AdapterNode:
     async def _drain(self, state: NodeState, gone: asyncio.Task[bool], stop: StopSignal) -> None:
         """Take no new work, let running attempts finish, deregister. After the limit they continue on other nodes."""
         may_wait = stop.patience(self._settings.drain_timeout)
-        await state.membership.relief(lambda: may_wait() and state.streams.followed and not gone.done())
+        await state.membership.wait_for_replacement(lambda: may_wait() and state.streams.followed and not gone.done())
         self.draining = True
         log.info("%s drains", self.address.node_id)
         await state.membership.announce()

@@ -42,7 +42,7 @@ from kvferry.worker.streams import RouterStreams
 
 log = logging.getLogger("kvferry.adapter")
 
-LOOK_S = 0.5
+CHECK_S = 0.5
 """Seconds between two checks of an engine that is not ready yet."""
 
 
@@ -107,7 +107,7 @@ class NodeLoading:
         parts = NodeParts(state, self.engine, self.metrics, self.adapter_metrics, self.address.secrets.token)
         state.attempts = parts.prefill_attempts(self.clock) if role == "prefill" else parts.decode_attempts()
         state.attempts.rates.rates = measured.rates
-        watch.hears(lambda: state.attempts.heard_at)
+        watch.use_output_clock(lambda: state.attempts.last_output_at)
         state.membership = Membership(self.store, state.lease, state.rows, self.metrics)
         state.follow_events()
         self.metrics.registry.model_name = state.served_names[0]
@@ -115,7 +115,7 @@ class NodeLoading:
 
     async def _ready_facts(self) -> EngineFacts:
         """Return the engine's facts once it answers and is well. Raises ConfigError if it is not ready in time."""
-        deadline, told = time.monotonic() + self.settings.engine_timeout, ""
+        deadline, reported = time.monotonic() + self.settings.engine_timeout, ""
         while True:
             try:
                 await self.engine.health()
@@ -123,12 +123,12 @@ class NodeLoading:
             except ConfigError:
                 raise
             except KvferryError as error:
-                if error.message != told:
+                if error.message != reported:
                     log.info("waiting for the engine: %s", error)
-                told = error.message
+                reported = error.message
             if time.monotonic() > deadline:
-                raise ConfigError(f"the engine was not ready within {self.settings.engine_timeout:g} s: {told}")
-            await asyncio.sleep(LOOK_S)
+                raise ConfigError(f"the engine was not ready within {self.settings.engine_timeout:g} s: {reported}")
+            await asyncio.sleep(CHECK_S)
 
 
 async def require_elastic(engine: Engine, role: str, graphs_gb: float) -> None:

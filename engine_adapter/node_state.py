@@ -42,7 +42,7 @@ class ContinuedStreams:
 
     resumed: int = 0
     replayed: int = 0
-    swallowed: int = 0
+    suppressed: int = 0
 
     def sent(self, delivered: int, *, resumed: bool) -> None:
         """Count a call to the engine for a stream with `delivered` tokens."""
@@ -50,7 +50,7 @@ class ContinuedStreams:
             self.resumed += 1
         else:
             self.replayed += 1
-            self.swallowed += delivered
+            self.suppressed += delivered
 
 
 @dataclass
@@ -81,10 +81,10 @@ class NodeState:
     role_at: float = 0.0
 
     def __post_init__(self) -> None:
-        told, known = self.settings.kv_transfer, self.facts.kv_transfer
-        if told == "auto" and self.settings.role == "prefill":
+        reported, known = self.settings.kv_transfer, self.facts.kv_transfer
+        if reported == "auto" and self.settings.role == "prefill":
             known = known or "nixl"  # measured at start; a node without it does not join
-        self.transfer = known if told == "auto" else told.replace("none", "")
+        self.transfer = known if reported == "auto" else reported.replace("none", "")
         self.adapters: tuple[AdapterName, ...] = adapter_names(self.facts, self.settings.engine_revision)
         (given,) = split_names(self.settings.served_model_name, 1)
         self.served_names = given or self.facts.served_names
@@ -147,13 +147,13 @@ class NodeState:
     @property
     def load(self) -> Load:
         """Return the load in kvferry's terms. Includes requests of other clients of the engine."""
-        told, total = self.watch.load, self.total_blocks
+        reported, total = self.watch.load, self.total_blocks
         pinned = self.attempts.pinned.blocks if isinstance(self.attempts, PrefillAttempts) else 0
-        active = min(total, max(pinned, round(told.cache_usage * total)))
+        active = min(total, max(pinned, round(reported.cache_usage * total)))
         cached = min(self.mirroring.mirror.blocks if self.mirroring else 0, total - active)
-        running = max(told.running_requests, self.attempts.running - told.waiting_requests)
+        running = max(reported.running_requests, self.attempts.running - reported.waiting_requests)
         return Load(
-            waiting_requests=told.waiting_requests,
+            waiting_requests=reported.waiting_requests,
             waiting_tokens=self.attempts.waiting_tokens,
             running_requests=running,
             free_blocks=total - active - cached,
@@ -235,4 +235,4 @@ class NodeState:
             gauge.set(name in self.guarantees)
         for way, gauge in metrics.continued.items():
             gauge.set(getattr(self.continued, way))
-        metrics.swallowed.set(self.continued.swallowed)
+        metrics.suppressed.set(self.continued.suppressed)

@@ -72,7 +72,7 @@ class PrefillAttempts:
         self._guarantees, self._names, self._suspended_s = guarantees, adapters, suspended_s
         self._suspect, self._sent, self._ended, self._counted = suspect, sent, ended, counted
         self.rates, self.pinned = sender.rates, sender.pinned
-        self.heard_at = 0.0
+        self.last_output_at = 0.0
         self._table = AttemptTable[PrefillAttempt](suspect=self._suspected, fail=self._fail, over=self._over)
         self.cancel, self.router_lost = self._table.cancel, self._table.router_lost
         self._calls = 0
@@ -173,13 +173,13 @@ class PrefillAttempts:
     def _first(self, attempt: PrefillAttempt, sequence: OutputSequence, delta: EngineDelta) -> None:
         """Send the router the first token, unless it was delivered before, and learn from its time."""
         job, cached = attempt.job, delta.cached_tokens
-        attempt.first_at = self.heard_at = time.monotonic()
+        attempt.first_at = self.last_output_at = time.monotonic()
         compute_s = attempt.first_at - attempt.began
-        if (told := sequence.push(delta)) is not None:
-            if told.reuse is not None:
-                told.reuse = Reuse(told.reuse.prompt_len, reused_prefill=told.reuse.reused_decode,
-                                   computed=told.reuse.computed)  # fmt: skip
-            attempt.outbox.put_nowait(FirstToken(told, 0.0, compute_s))
+        if (new := sequence.push(delta)) is not None:
+            if new.reuse is not None:
+                new.reuse = Reuse(new.reuse.prompt_len, reused_prefill=new.reuse.reused_decode,
+                                   computed=new.reuse.computed)  # fmt: skip
+            attempt.outbox.put_nowait(FirstToken(new, 0.0, compute_s))
         if cached is not None:
             self.rates.first_token(len(job.token_ids) - cached, compute_s, alone=attempt.alone)
         self._ended(job, cached)

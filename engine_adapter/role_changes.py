@@ -1,7 +1,7 @@
 """Role changes of an elastic adapter, whose engine can change between prefill and decode.
 
 The node takes nothing new, its requests end, its engine changes, and it joins again in the other role with a new epoch:
-the engine forgets its cache, and no router confuses the two. If the engine refuses or does not answer, it is told to
+the engine forgets its cache, and no router confuses the two. If the engine refuses or does not answer, it is asked to
 keep its old role, and the node continues as before. An engine of neither role counts as gone."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.runtime.http import read_message
 
 log = logging.getLogger("kvferry.adapter")
 
-LOOK_S = 0.1
+CHECK_S = 0.1
 """Seconds between two checks of whether the engine is idle."""
 ANSWER_S = 1.0
 """Seconds for which a role request waits for the outcome: a change that fails within it is reported to the caller."""
@@ -67,7 +67,7 @@ class RoleChanges:
         self._engine = engine if elastic and isinstance(engine, ElasticEngine) else None
         self._node, self._metrics, self._within_s, self._graphs_gb = node, metrics, within_s, graphs_gb
         self._task: asyncio.Task[str] | None = None
-        self._asking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._refused: tuple[float, str] | None = None
         self._ended = False
 
@@ -84,7 +84,7 @@ class RoleChanges:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if (engine := self._engine) is None:
             raise InvalidRequest("this node runs without --elastic", param="role")
-        async with self._asking:
+        async with self._lock:
             task = await self._begun(engine, change)
         if task is not None:
             await asyncio.wait({task}, timeout=ANSWER_S)
@@ -113,7 +113,7 @@ class RoleChanges:
             await engine.switch_role(lease.role, self._graphs_gb)
         except KvferryError as error:
             raise RoleKept(f"its engine cannot change its role: {error.message}") from error
-        why = await state.membership.step_back(change.rest_s)
+        why = await state.membership.try_leave_role(change.rest_s)
         if why:
             self._metrics.role_changes["kept"].inc()
             raise RoleKept(why)
@@ -142,7 +142,7 @@ class RoleChanges:
             self._task = None
             if kept and not state.watch.fault:
                 self._node.drains(False)
-                state.membership.stay()
+                state.membership.keep_role()
         if not state.watch.fault:  # else the node ends
             self._refused = time.monotonic(), kept
             self._metrics.role_changes["kept"].inc()
@@ -156,7 +156,7 @@ class RoleChanges:
         while self._node.busy():
             if time.monotonic() > until:
                 return f"its requests did not end within {self._within_s:g} s"
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         state.watch.stop()  # its checks are requests, with which the engine is not idle
         try:
             return await self._switched_idle(engine, state, role, until)
@@ -166,33 +166,33 @@ class RoleChanges:
     async def _switched_idle(self, engine: ElasticEngine, state: NodeState, role: str, until: float) -> str:
         """Change an engine without requests of this node, as `_switched`; requests of other clients may still end."""
         while True:
-            if not await state.membership.spared():
+            if not await state.membership.has_substitute():
                 return f"no other {state.settings.role} node is ready any more"
             try:
-                await self._told(engine, role)
+                await self._set_role(engine, role)
                 return ""
             except Overloaded as error:
                 if time.monotonic() > until:
                     return error.message
             except KvferryError as error:
                 log.warning("the engine did not become a %s engine: %s", role, error.message)
-                await self._back(engine, state, error)
+                await self._restore_role(engine, state, error)
                 return error.message
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
-    async def _told(self, engine: ElasticEngine, role: str) -> None:
+    async def _set_role(self, engine: ElasticEngine, role: str) -> None:
         """Tell the engine its role, and check that it has it. Raises KvferryError."""
         await engine.switch_role(role, self._graphs_gb)
         if (now := (await engine.facts()).kv_role) != role:
             raise StepFailed(f"the engine accepted the role {role}, but then reports {now or 'neither role'}")
 
-    async def _back(self, engine: ElasticEngine, state: NodeState, error: KvferryError) -> None:
+    async def _restore_role(self, engine: ElasticEngine, state: NodeState, error: KvferryError) -> None:
         """Make sure that the engine has its old role; else it counts as gone.
 
         The engine makes changes in order, so this also undoes one whose answer came too late."""
         try:
             if isinstance(error, NodeDied):
                 raise error
-            await self._told(engine, state.settings.role)
+            await self._set_role(engine, state.settings.role)
         except KvferryError as failed:
             state.watch.end(f"it has no role after a failed change: {failed.message}")

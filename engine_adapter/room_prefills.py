@@ -46,7 +46,7 @@ class RoomPrefills(PrefillAttempts):
             return
         ticket = await self._sender.offer(job, target)
         self._sent(job, call)
-        delta, shipped = await self._met(job, target, call, ticket)
+        delta, shipped = await self._run_both(job, target, call, ticket)
         if delta.finish_reason == "length" and not job.work.ends_on_prompt(length - job.prompt_len):
             ends = (
                 delta.token_ids[0] in job.params.ending_token_ids and length - job.prompt_len >= job.params.min_tokens
@@ -56,12 +56,14 @@ class RoomPrefills(PrefillAttempts):
         if delta.finish_reason is None:
             attempt.outbox.put_nowait(shipped)
 
-    async def _met(
+    async def _run_both(
         self, job: Job, target: DecodeTarget, call: EngineCall, ticket: Ticket
     ) -> tuple[EngineDelta, ShipDone]:
         """Run both legs; return the prompt's first token and the account of the transfer."""
         computing = asyncio.create_task(self._rooms.prefill_leg(call))
-        fetching = asyncio.create_task(self._sender.meet(job, target, len(call.token_ids), call.reference, ticket))
+        fetching = asyncio.create_task(
+            self._sender.hand_over_room(job, target, len(call.token_ids), call.reference, ticket)
+        )
         legs: tuple[asyncio.Task[Any], ...] = (computing, fetching)
         try:
             await asyncio.wait(legs, return_when=asyncio.FIRST_EXCEPTION)

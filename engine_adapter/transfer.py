@@ -42,14 +42,14 @@ class Transfer:
     landed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     tokens: list[int] = field(default_factory=list)
 
-    def job_behind(self, job: Job) -> Job:
+    def continuing_job(self, job: Job) -> Job:
         """Return the job with the first token among the delivered ones, so that it is not delivered twice."""
         known = job.token_ids[self.length :]
         if known or self.first_token is None:
             return job
         return replace(job, token_ids=(*job.token_ids, self.first_token))
 
-    def see(self, delta: EngineDelta) -> None:
+    def check(self, delta: EngineDelta) -> None:
         """Check output before it is delivered. Raises TransferFailed, or BlocksCorrupt if the engines must agree."""
         if not self.tokens and (delta.token_ids or delta.finish_reason is not None):
             if self.clock() >= self.ends_at:

@@ -28,7 +28,7 @@ log = logging.getLogger("kvferry.adapter")
 
 KNOWN = 4096
 """Maximum number of senders remembered as having agreed."""
-MOST_S = 120.0
+MAX_S = 120.0
 """Maximum duration of a check, in seconds."""
 
 
@@ -90,7 +90,7 @@ class TransferCanary:
             tokens.extend(delta.token_ids)
 
         try:
-            async with asyncio.timeout(MOST_S):
+            async with asyncio.timeout(MAX_S):
                 await self._engine.generate(call, deliver)
             self._compared(job, transfer, tokens)
         except (KvferryError, TimeoutError) as error:

@@ -71,19 +71,19 @@ class ThreadedChecksums:
         digests: Callable[[Sequence[Any]], list[int]],
     ):
         self._submit, self._digests = submit, digests
-        self._given: deque[tuple[Any, Callable[[int], None]]] = deque()
+        self._queue: deque[tuple[Any, Callable[[int], None]]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kv-checksum", initializer=prepare)
 
     def take(self, buffer: Any, done: Callable[[int], None]) -> int | None:
-        self._given.append((buffer, done))
-        if len(self._given) == 1:
-            self._pool.submit(self._go)
+        self._queue.append((buffer, done))
+        if len(self._queue) == 1:
+            self._pool.submit(self._compute)
         return None
 
-    def _go(self) -> None:
+    def _compute(self) -> None:
         """Compute until no block is left. A batch leaves the queue first, so its error does not block later ones."""
-        while self._given:
-            blocks = [self._given.popleft() for _ in range(min(len(self._given), AT_ONCE))]
+        while self._queue:
+            blocks = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
             values = self._digests([buffer for buffer, _ in blocks])
             taken = [(done, value >> 1) for (_, done), value in zip(blocks, values, strict=True)]
             self._submit(lambda taken=taken: _report(taken))  # type: ignore[misc]

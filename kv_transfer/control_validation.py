@@ -53,7 +53,7 @@ def read(data: bytes, expected: Any) -> Any:
 def _within_bounds(message: Any) -> bool:
     match message:
         case GrantRequest(asked=asked):
-            return _asked_within_bounds(asked)
+            return _request_within_bounds(asked)
         case Grant(first_block=first, block_count=count, nonce=nonce):
             return first >= 0 and count >= 0 and first + count <= MAX_BLOCKS and 0 < nonce <= MAX_NONCE
         case Commit(block_count=count, checksums=checksums):
@@ -66,7 +66,7 @@ def _within_bounds(message: Any) -> bool:
     return False
 
 
-def _asked_within_bounds(asked: Any) -> bool:
+def _request_within_bounds(asked: Any) -> bool:
     match asked:
         case Supply(fetch, count, deadline_s) | EmbeddingSupply(fetch, count, deadline_s):
             return fetch > 0 and 0 < count <= MAX_BLOCKS and 0 <= deadline_s <= MAX_DEADLINE_S

@@ -87,7 +87,7 @@ class Dock:
         self._routes: dict[type, Endpoint] = {}
         self._dialled = OutboundConnections(link)
         self._closing: set[Peer] = set()
-        self._heard: set[Peer] = set()
+        self._established: set[Peer] = set()
         self._sweeping = False
 
     def mount(self, endpoint: Endpoint) -> None:
@@ -121,9 +121,9 @@ class Dock:
         """Return whether the connection is being closed."""
         return peer in self._closing
 
-    def hears(self, peer: Peer) -> bool:
+    def is_established(self, peer: Peer) -> bool:
         """Return whether this connection is still open and has received a message."""
-        return peer in self._heard
+        return peer in self._established
 
     def drop(self, peer: Peer, error: Exception) -> None:
         """Close the connection and fail all its transfers now; their memory is quiet once the link reports the close.
@@ -132,7 +132,7 @@ class Dock:
         if peer in self._closing:
             return
         self._closing.add(peer)
-        self._heard.discard(peer)
+        self._established.discard(peer)
         self._dialled.forget(peer)
         if not isinstance(error, KvferryError) or isinstance(error, WireError):
             error = TransferFailed(f"{peer}: {error}")
@@ -160,7 +160,7 @@ class Dock:
             log.warning("closing the connection to %s: %s", peer, error)
             self.drop(peer, error)
             return
-        self._heard.add(peer)
+        self._established.add(peer)
         self._routes[message.__class__].take(peer, message)
 
     def peer_lost(self, peer: Peer, error: Exception) -> None:

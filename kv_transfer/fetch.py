@@ -50,7 +50,7 @@ class OpenFetch:
 class FetchClient:
     """Client that requests blocks from other nodes. Implements kv_transfer.dock.Endpoint.
 
-    `ask` and `give_up` may be called from any thread; everything else runs on the link thread.
+    `ask` and `abandon` may be called from any thread; everything else runs on the link thread.
 
     cancel  cancels an open grant; the receiver then reports its end
     """
@@ -83,9 +83,9 @@ class FetchClient:
         self._dock.submit(lambda: self._ask(events, holder, fetch))
         return number
 
-    def give_up(self, number: int) -> None:
+    def abandon(self, number: int) -> None:
         """Abandon a fetch whose result is not needed any more."""
-        self._dock.submit(lambda: self._give_up(number))
+        self._dock.submit(lambda: self._abandon(number))
 
     def supplied(self, key: TransferKey, supply: Supply | EmbeddingSupply) -> bool:
         """Bind a requested grant to its fetch; return False if no fetch waits for it, or if the fetch has a grant."""
@@ -133,7 +133,7 @@ class FetchClient:
         self.transfers.add(OpenFetch(fetch.transfer, events, peer, self._dock.clock() + fetch.deadline_s))
         self._dock.send(peer, fetch)
 
-    def _give_up(self, number: int) -> None:
+    def _abandon(self, number: int) -> None:
         fetch = self.transfers.find(number)
         if fetch is not None:
             self._forget(fetch)

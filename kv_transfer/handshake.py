@@ -58,18 +58,18 @@ class Handshake:
         """Return the CHALLENGE message. Accepting side."""
         return self._first()
 
-    def challenged(self, challenge: bytes) -> None:
+    def read_challenge(self, challenge: bytes) -> None:
         """Read the CHALLENGE message. Dialling side. Raises WireError, Incompatible."""
         if len(challenge) != FIRST_BYTES:
             raise WireError("not a challenge of the link protocol")
         self._take_first(challenge)
 
     def hello(self, address: bytes) -> bytes:
-        """Return the HELLO message with this side's proof. Dialling side, after `challenged`."""
+        """Return the HELLO message with this side's proof. Dialling side, after `read_challenge`."""
         body = self._body(address)
         return self._first() + self._under_secret(b"hello", body) + body
 
-    def greeted(self, hello: bytes) -> None:
+    def read_hello(self, hello: bytes) -> None:
         """Verify the HELLO message. Accepting side.
 
         Raises WireError, or Incompatible with the reason to send to the other side."""
@@ -83,11 +83,11 @@ class Handshake:
         self._take(b"hello", hello[FIRST_BYTES:])
 
     def welcome(self, address: bytes) -> bytes:
-        """Return the WELCOME message with this side's proof. Accepting side, after `greeted`."""
+        """Return the WELCOME message with this side's proof. Accepting side, after `read_hello`."""
         body = self._body(address)
         return self._under_secret(b"welcome", body) + body
 
-    def welcomed(self, welcome: bytes) -> None:
+    def read_welcome(self, welcome: bytes) -> None:
         """Verify the WELCOME message. Dialling side. Raises WireError, Incompatible."""
         self._take(b"welcome", welcome)
 

@@ -37,7 +37,7 @@ class Incoming:
         self._moved, self._broken = moved, broken
         self._unposted = deque(enumerate(block_ids, grant.first_block))
         self._sums = Sums(path.checksums, moved)
-        self._lent: dict[int, Any] = {}
+        self._borrowed: dict[int, Any] = {}
         """Buffers of the memory that are being filled, by prompt block index."""
         self._given_up = False
         self.in_flight = grant.block_count
@@ -62,19 +62,19 @@ class Incoming:
         transfer = self._grant.transfer
         for _ in range(min(most, len(self._unposted))):
             index, block_id = self._unposted.popleft()
-            buffer = self._lent[index] = self._path.memory.to_fill(block_id)
+            buffer = self._borrowed[index] = self._path.memory.to_fill(block_id)
             tag = block_tag(self._grant.nonce, transfer, index)
             self._path.link.receive_block(self._peer, tag, buffer, self._landing(index, block_id))
 
-    def give_up(self) -> None:
+    def ignore_rest(self) -> None:
         """Ignore all later blocks and their checksums: a receive that completes from now on may contain a filler."""
         self._given_up = True
 
     def closed(self) -> None:
         """Return all buffers to the memory: the connection is closed and no receive touches memory any more."""
         self.in_flight = 0
-        while self._lent:
-            self._path.memory.give_back(self._lent.popitem()[1])
+        while self._borrowed:
+            self._path.memory.give_back(self._borrowed.popitem()[1])
 
     def wrong(self, theirs: Sequence[int]) -> int | None:
         """Return the first prompt block whose checksum differs from the sender's, or None.
@@ -91,7 +91,7 @@ class Incoming:
             if error is not None:
                 self._broken(error)
                 return
-            buffer, memory = self._lent.pop(index), self._path.memory
+            buffer, memory = self._borrowed.pop(index), self._path.memory
             give_back = partial(memory.give_back, buffer)
             if not self._given_up:
                 memory.landed(block_id, buffer)

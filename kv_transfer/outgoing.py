@@ -43,7 +43,7 @@ class Outgoing:
         self._sums = Sums(path.checksums, self._summed)
         """Checksum of every posted block; UNVERIFIED until it is known, and for blocks that are not sampled."""
         self._waiting: deque[tuple[int, int]] = deque()
-        self._lent: dict[int, Any] = {}
+        self._borrowed: dict[int, Any] = {}
         """Buffers of the memory that are being sent, by prompt block index."""
         self._block_bytes = path.memory.block_bytes
         self._unsummed = 0
@@ -71,14 +71,14 @@ class Outgoing:
         return self.posted == self.count
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Return whether a send or a checksum of a posted block is queued or running."""
         return bool(self._waiting or self.in_flight or self._sums.pending)
 
     def post(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Queue (prompt block index, block id) pairs for sending.
 
-        Their content must not change while `under_way`. Indices before the first granted one are skipped. Raises
+        Their content must not change while `in_progress`. Indices before the first granted one are skipped. Raises
         TransferFailed at a block that was not granted or was posted before."""
         try:
             for index, block_id in blocks:
@@ -91,7 +91,7 @@ class Outgoing:
         finally:
             self._send()
 
-    def leave_out(self) -> None:
+    def exclude_rest(self) -> None:
         """Exclude the granted blocks that were not posted: complete their receives with fillers."""
         rest = [index for index in range(self.first, self.first + self.count) if self._is_wanted(index)]
         self._sums.by_index.update(dict.fromkeys(rest, UNVERIFIED))
@@ -112,8 +112,8 @@ class Outgoing:
     def closed(self) -> None:
         """Return all buffers to the memory: the connection is closed and no send is in flight any more."""
         self.in_flight = self._unsummed = 0
-        while self._lent:
-            self._path.memory.give_back(self._lent.popitem()[1])
+        while self._borrowed:
+            self._path.memory.give_back(self._borrowed.popitem()[1])
         self.stop()
 
     def checksums(self) -> tuple[int, ...] | None:
@@ -137,13 +137,13 @@ class Outgoing:
             self._path.window.enter(self)
         while self._waiting and max(self.in_flight, self._sums.pending) < self._path.window.share(self._block_bytes):
             self._send_one(*self._waiting.popleft())
-        if not self.under_way:
+        if not self.in_progress:
             self._path.window.leave(self)
 
     def _send_one(self, index: int, block_id: int) -> None:
         if not self.in_flight:
             self._began_at = self._path.clock()
-        buffer = self._lent[index] = self._path.memory.to_send(block_id)
+        buffer = self._borrowed[index] = self._path.memory.to_send(block_id)
         self.in_flight += 1
         self.bytes += self._block_bytes
         sampled = is_sampled(self._grant.transfer, index, self._path.verify)
@@ -162,7 +162,7 @@ class Outgoing:
             if error is not None:
                 self._broken(error)
                 return
-            buffer = self._lent.pop(index)
+            buffer = self._borrowed.pop(index)
             give_back = partial(self._path.memory.give_back, buffer)
             if sampled:
                 self._unsummed -= 1

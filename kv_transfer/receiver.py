@@ -15,7 +15,7 @@ from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
 from kvferry.kv_transfer.incoming import Incoming
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.ports import GrantEvents, TransferKey
-from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S, GrantState, OpenGrant, objection
+from kvferry.kv_transfer.receiver_grant import COMMIT_TIMEOUT_S, GrantState, OpenGrant, mismatch
 from kvferry.kv_transfer.retransmission import Senders
 from kvferry.kv_transfer.tags import MAX_BLOCKS
 from kvferry.kv_transfer.transfers import Transfers
@@ -71,7 +71,7 @@ class Receiver:
             self._settle(grant)
             return
         if first_block + len(block_ids) > MAX_BLOCKS:
-            self._fail(grant, TransferFailed(f"a transfer can have at most {MAX_BLOCKS} blocks"), tell=True)
+            self._fail(grant, TransferFailed(f"a transfer can have at most {MAX_BLOCKS} blocks"), notify=True)
             return
         self._post(grant, first_block, block_ids)
 
@@ -113,7 +113,7 @@ class Receiver:
     def _cancel(self, key: TransferKey, error: KvferryError) -> None:
         grant = self.transfers.find(key)
         if grant is not None:
-            self._fail(grant, error, tell=True)
+            self._fail(grant, error, notify=True)
 
     # Link thread: calls of the dock.
 
@@ -127,14 +127,14 @@ class Receiver:
         elif isinstance(message, Commit):
             self._committed(grant, message)
         else:
-            unposted = grant.state is GrantState.NEW
-            self._fail(grant, Cancelled(f"the sender aborted: {message.reason}"), tell=unposted)
+            ungranted = grant.state is GrantState.NEW
+            self._fail(grant, Cancelled(f"the sender aborted: {message.reason}"), notify=ungranted)
 
     def forget(self, peer: Peer) -> None:
         self._senders.forget(peer)
 
     def fail(self, grant: OpenGrant, error: KvferryError) -> None:
-        self._fail(grant, error, tell=False)
+        self._fail(grant, error, notify=False)
 
     def closed(self, grant: OpenGrant) -> None:
         if grant.blocks is not None:
@@ -144,7 +144,7 @@ class Receiver:
     def overdue(self, grant: OpenGrant) -> None:
         """Fail a grant whose request's deadline has passed; close a connection whose receives do not complete."""
         if grant.live:
-            self._fail(grant, grant.lateness(), tell=True)
+            self._fail(grant, grant.deadline_error(), notify=True)
         elif grant.in_flight:
             self._dock.drop(grant.peer, TransferFailed(f"receives did not complete within {QUIESCE_TIMEOUT_S:g} s"))
 
@@ -155,7 +155,7 @@ class Receiver:
         if known or not self._senders.of(peer).is_new(request.transfer):
             self._senders.repeat(peer, request.transfer)
             return
-        refused = objection(request, self._fingerprint, self._epoch)
+        refused = mismatch(request, self._fingerprint, self._epoch)
         if refused is not None:
             self._refuse(peer, request.transfer, refused)
         else:
@@ -169,11 +169,11 @@ class Receiver:
             return
         if commit.block_count != grant.count or len(commit.checksums) not in (0, grant.count):
             text = f"commit of {commit.block_count} blocks for a grant of {grant.count}"
-            self._fail(grant, TransferFailed(text), tell=True)
+            self._fail(grant, TransferFailed(text), notify=True)
             return
         if (commit.first is None) == isinstance(grant.asked, Job):
             text = "a commit carries a first token if and only if its grant is for a job"
-            self._fail(grant, TransferFailed(text), tell=True)
+            self._fail(grant, TransferFailed(text), notify=True)
             return
         grant.commit = commit
         self._advance(grant)
@@ -197,7 +197,7 @@ class Receiver:
             return
         wrong = grant.blocks.wrong(grant.commit.checksums)
         if wrong is not None:
-            self._fail(grant, BlocksCorrupt(f"prompt block {wrong} arrived with a wrong checksum"), tell=True)
+            self._fail(grant, BlocksCorrupt(f"prompt block {wrong} arrived with a wrong checksum"), notify=True)
             return
         grant.move(GrantState.READY)
         self._senders.answer(grant.peer, CommitAck(grant.transfer))
@@ -209,15 +209,15 @@ class Receiver:
     def _refuse(self, peer: Peer, transfer: int, error: KvferryError) -> None:
         self._senders.answer(peer, Refusal(transfer, error.code, error.message))
 
-    def _fail(self, grant: OpenGrant, error: KvferryError, tell: bool) -> None:
+    def _fail(self, grant: OpenGrant, error: KvferryError, notify: bool) -> None:
         if not grant.live:
             return
         grant.move(GrantState.FAILED)
         if grant.blocks is not None:
-            grant.blocks.give_up()
+            grant.blocks.ignore_rest()
             if not grant.blocks.posted and not self._dock.is_closing(grant.peer):
                 self._post_more(grant, grant.blocks.count)  # the sender ends receives only of a grant it received
-        if tell:
+        if notify:
             self._refuse(grant.peer, grant.transfer, error)
         self._events.failed(grant.key, error)
         grant.move(GrantState.QUIESCING)

@@ -84,7 +84,7 @@ class OpenGrant:
         """Return whether the grant can still become ready."""
         return self.state in GRANT_LIVE
 
-    def lateness(self) -> KvferryError:
+    def deadline_error(self) -> KvferryError:
         """Return the error for a passed deadline, which says what did not arrive in time."""
         if self.state is GrantState.LANDED and self.count:
             return TransferFailed(f"no commit within {COMMIT_TIMEOUT_S:g} s of the last block")
@@ -96,7 +96,7 @@ class OpenGrant:
         self.state = new
 
 
-def objection(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
+def mismatch(request: GrantRequest, fingerprint: str, epoch: int) -> KvferryError | None:
     """Return the error for a request that this process cannot grant, or None."""
     if request.fingerprint != fingerprint:
         return Incompatible(f"this node's fingerprint is {fingerprint}, but the sender expects {request.fingerprint}")

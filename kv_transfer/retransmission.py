@@ -19,7 +19,7 @@ REMEMBERED = 4096
 Answer = Grant | Refusal | CommitAck
 
 
-class Question:
+class PendingMessage:
     """Last unanswered message of a ship; empty if all are answered. repeat_at: time of the next repetition."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Question:
         self.repeat_at = inf
         self._pause_s = REPEAT_S
 
-    def ask(self, message: bytes, now: float) -> bytes:
+    def sent(self, message: bytes, now: float) -> bytes:
         """Record a message that is being sent and needs an answer; return it."""
         self.message, self._pause_s, self.repeat_at = message, REPEAT_S, now + REPEAT_S
         return message

@@ -43,16 +43,16 @@ class _End:
 
     def __init__(self) -> None:
         self.peer: Peer = None
-        self.heard = threading.Event()
+        self.event = threading.Event()
         self.error: Exception | None = None
 
     def message(self, peer: Peer, data: bytes) -> None:
         self.peer = peer
-        self.heard.set()
+        self.event.set()
 
     def peer_lost(self, peer: Peer, error: Exception) -> None:
         self.error = error
-        self.heard.set()
+        self.event.set()
 
 
 def self_test(transports: str = "", net_devices: str = "", size_bytes: int = 16 << 20) -> TransferResult:
@@ -97,7 +97,7 @@ def _connect(sender: UcxLink, receiver: UcxLink, near: _End, far: _End) -> Peer:
 
     sender.submit(go)
     limit = time.monotonic() + LIMIT_S
-    while not far.heard.wait(0.05):
+    while not far.event.wait(0.05):
         if near.error is not None or time.monotonic() > limit:
             raise _failed(near.error or TimeoutError(f"no connection within {LIMIT_S:g} s"))
     if far.peer is None:
@@ -135,14 +135,14 @@ class _Counter:
     """Counts completions; keeps the first error."""
 
     def __init__(self, count: int):
-        self._left = count
+        self._remaining = count
         self.event = threading.Event()
         self.error: Exception | None = None
 
     def __call__(self, error: Exception | None) -> None:
         self.error = self.error or error
-        self._left -= 1
-        if error is not None or not self._left:
+        self._remaining -= 1
+        if error is not None or not self._remaining:
             self.event.set()
 
 

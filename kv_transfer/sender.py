@@ -16,7 +16,15 @@ from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S, Dock
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.outgoing import Outgoing
 from kvferry.kv_transfer.ports import ShipEvents
-from kvferry.kv_transfer.sender_ship import STALL_TIMEOUT_S, Ship, ShipState, ShipTimeouts, has_sent, lack, too_long
+from kvferry.kv_transfer.sender_ship import (
+    STALL_TIMEOUT_S,
+    Ship,
+    ShipState,
+    ShipTimeouts,
+    commit_obstacle,
+    has_sent,
+    too_long,
+)
 from kvferry.kv_transfer.transfers import Transfers
 from kvferry.protocol import errors
 from kvferry.protocol.errors import GrantRefused, KvferryError, NodeLost, TransferFailed
@@ -58,9 +66,9 @@ class Sender:
         did."""
         with self._lock:
             self._last_transfer = transfer = self._last_transfer + 1
-            hears = events or self._events
-            assert hears is not None
-            self._dock.submit(lambda: self._offer(transfer, target, asked, hears, peer, timeouts or self._timeouts))
+            receiver = events or self._events
+            assert receiver is not None
+            self._dock.submit(lambda: self._offer(transfer, target, asked, receiver, peer, timeouts or self._timeouts))
         return transfer
 
     def ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
@@ -84,19 +92,25 @@ class Sender:
     # Link thread: calls of the engine.
 
     def _offer(
-        self, transfer: int, target: DecodeTarget, asked: Asked, events: ShipEvents, asker: Peer, timeouts: ShipTimeouts
+        self,
+        transfer: int,
+        target: DecodeTarget,
+        asked: Asked,
+        events: ShipEvents,
+        source: Peer,
+        timeouts: ShipTimeouts,
     ) -> None:
-        peer, now = asker or self._dock.dial(target.link_address), self._dock.clock()
+        peer, now = source or self._dock.dial(target.link_address), self._dock.clock()
         ship = Ship(transfer, events, target.node_id, peer, now + timeouts.grant_s, self._dock.name, timeouts)
         self.transfers.add(ship)
         data = pack(GrantRequest(transfer, target.epoch, target.fingerprint, asked))
-        heard = asker is None or self._dock.hears(asker)
-        error = too_long(asked, len(data)) if heard else NodeLost("the node disconnected after it asked for blocks")
+        established = source is None or self._dock.is_established(source)
+        error = too_long(asked, len(data)) if established else NodeLost("the node disconnected after its request")
         ship.unanswered = error is None
         if error is not None:
-            self._fail(ship, ship.blame(error), tell=False)
+            self._fail(ship, ship.attribute(error), notify=False)
         else:
-            self._dock.link.send(peer, ship.question.ask(data, now))
+            self._dock.link.send(peer, ship.pending.sent(data, now))
 
     def _ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
         ship = self.transfers.find(transfer)
@@ -118,7 +132,7 @@ class Sender:
         ship = self.transfers.find(transfer)
         if ship is None or not ship.live or ship.state is ShipState.DRAINING:
             return
-        if missing := lack(ship, covered):
+        if missing := commit_obstacle(ship, covered):
             self._abort(transfer, TransferFailed(missing))
             return
         ship.commit(first, covered, now)
@@ -126,7 +140,7 @@ class Sender:
 
     def _abort(self, transfer: int, error: KvferryError) -> None:
         if ship := self.transfers.find(transfer):
-            self._fail(ship, error, tell=True)
+            self._fail(ship, error, notify=True)
 
     # Link thread: calls of the dock.
 
@@ -145,10 +159,10 @@ class Sender:
         """Do nothing: the ships of the connection end by `fail`."""
 
     def fail(self, ship: Ship, error: KvferryError) -> None:
-        self._fail(ship, ship.blame(error), tell=False)
+        self._fail(ship, ship.attribute(error), notify=False)
 
     def closed(self, ship: Ship) -> None:
-        ship.hear()
+        ship.offer_answered()
         if ship.blocks is not None:
             ship.blocks.closed()
         self._settle(ship)
@@ -156,12 +170,12 @@ class Sender:
     def overdue(self, ship: Ship) -> None:
         """Repeat an unanswered message, fail a ship that stalls, or close a connection whose sends do not end."""
         if ship.repeats(self._dock.clock()):
-            self._dock.link.send(ship.peer, ship.question.message)
+            self._dock.link.send(ship.peer, ship.pending.message)
         elif ship.state is ShipState.OFFERED:
-            self._fail(ship, ship.blame(GrantRefused(f"no grant within {ship.timeouts.grant_s:g} s")), tell=True)
+            self._fail(ship, ship.attribute(GrantRefused(f"no grant within {ship.timeouts.grant_s:g} s")), notify=True)
         elif ship.live:
             what = "the commit was not acknowledged" if ship.commit_sent else "no block was accepted"
-            self._fail(ship, ship.blame(TransferFailed(f"{what} for {ship.timeouts.stall_s:g} s")), tell=True)
+            self._fail(ship, ship.attribute(TransferFailed(f"{what} for {ship.timeouts.stall_s:g} s")), notify=True)
         elif ship.in_flight:
             self._dock.drop(ship.peer, TransferFailed(f"sends did not end within {QUIESCE_TIMEOUT_S:g} s"))
 
@@ -170,7 +184,7 @@ class Sender:
     def _granted(self, ship: Ship, grant: Grant) -> None:
         if not ship.unanswered:
             return
-        ship.hear()
+        ship.offer_answered()
         ship.blocks = Outgoing(
             self._dock.path, grant, ship.peer, lambda: self._moved(ship),
             lambda error: self._dock.drop(ship.peer, error),
@@ -185,16 +199,16 @@ class Sender:
             self._settle(ship)
 
     def _refused(self, ship: Ship, refusal: Refusal) -> None:
-        ship.hear()
+        ship.offer_answered()
         if ship.live:
             error = errors.from_body({"error": {"code": refusal.code, "message": refusal.message}})
-            self._fail(ship, ship.blame(error), tell=False)
+            self._fail(ship, ship.attribute(error), notify=False)
         else:
             self._settle(ship)
 
     def _acknowledged(self, ship: Ship) -> None:
         ship.move(ShipState.DONE)
-        ship.question.answered()
+        ship.pending.answered()
         ship.progressed(self._dock.clock())
         ship.events.done(ship.transfer, ship.stats(self._dock.clock()))
         self._settle(ship)
@@ -204,22 +218,22 @@ class Sender:
         ship.progressed(self._dock.clock())
         commit = ship.take_commit()
         if commit is not None:
-            self._dock.link.send(ship.peer, ship.question.ask(pack(commit), self._dock.clock()))
+            self._dock.link.send(ship.peer, ship.pending.sent(pack(commit), self._dock.clock()))
         elif has_sent(ship):
             ship.events.sent(ship.transfer)
         self._settle(ship)
 
     # Link thread: the end of a ship.
 
-    def _fail(self, ship: Ship, error: KvferryError, tell: bool) -> None:
+    def _fail(self, ship: Ship, error: KvferryError, notify: bool) -> None:
         if not ship.live:
             return
         ship.move(ShipState.FAILED)
         ship.progressed(self._dock.clock())
-        ship.question.answered()
-        if tell:
+        ship.pending.answered()
+        if notify:
             abort = pack(Abort(ship.transfer, error.message))
-            self._dock.link.send(ship.peer, ship.question.ask(abort, self._dock.clock()))
+            self._dock.link.send(ship.peer, ship.pending.sent(abort, self._dock.clock()))
         if ship.blocks is not None:
             ship.blocks.stop() if self._dock.is_closing(ship.peer) else ship.blocks.fill()
         ship.events.failed(ship.transfer, error)

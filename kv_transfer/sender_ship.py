@@ -11,7 +11,7 @@ from kvferry.kv_transfer.dock import QUIESCE_TIMEOUT_S
 from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES, Peer
 from kvferry.kv_transfer.outgoing import Outgoing
 from kvferry.kv_transfer.ports import ShipEvents, ShipStats
-from kvferry.kv_transfer.retransmission import Question
+from kvferry.kv_transfer.retransmission import PendingMessage
 from kvferry.protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError, NodeLost, TransferFailed
 from kvferry.protocol.link_messages import Asked, Commit, EmbeddingSupply, Supply
 from kvferry.protocol.messages import TokenDelta
@@ -70,7 +70,7 @@ class Ship:
     first, covered  set by the engine's commit (see Commit), at time committed_at
     sent_before_s   seconds with sends in flight before the commit
     ends            time at which the ship fails for lack of progress
-    question        the message that the receiver has to answer
+    pending         the message that the receiver has to answer
     """
 
     transfer: int
@@ -88,12 +88,12 @@ class Ship:
     commit_sent: bool = False
     committed_at: float = 0.0
     sent_before_s: float = 0.0
-    question: Question = field(default_factory=Question)
+    pending: PendingMessage = field(default_factory=PendingMessage)
 
     @property
     def deadline(self) -> float:
         """Return the time of the next check of this ship."""
-        return min(self.ends, self.question.repeat_at)
+        return min(self.ends, self.pending.repeat_at)
 
     @property
     def key(self) -> int:
@@ -138,21 +138,21 @@ class Ship:
         """Restart the stall timeout: the ship made progress or changed its state."""
         if not self.live:
             self.ends = now + QUIESCE_TIMEOUT_S
-        elif self.state is ShipState.DRAINING or (self.blocks is not None and self.blocks.under_way):
+        elif self.state is ShipState.DRAINING or (self.blocks is not None and self.blocks.in_progress):
             self.ends = now + self.timeouts.stall_s
         else:
             self.ends = inf
 
-    def hear(self) -> None:
+    def offer_answered(self) -> None:
         """Record that the offer's Grant or Refusal arrived, or that none will arrive."""
         self.unanswered = False
-        self.question.answered()
+        self.pending.answered()
 
     def repeats(self, now: float) -> bool:
         """Return whether to repeat the unanswered message now."""
-        return (now <= self.ends or not self.live) and self.question.due(now)
+        return (now <= self.ends or not self.live) and self.pending.due(now)
 
-    def blame(self, error: KvferryError) -> KvferryError:
+    def attribute(self, error: KvferryError) -> KvferryError:
         """Return the error with the receiving node's name in it if that node, or the path to it, caused the error.
 
         Routers receive the error from this node, so it must name the other node. A draining node accepts nothing new;
@@ -179,15 +179,15 @@ def too_long(asked: Asked, size: int) -> KvferryError | None:
 
 def has_sent(ship: Ship) -> bool:
     """Return whether all posted blocks are sent and more may follow."""
-    return ship.state is ShipState.RUNNING and ship.blocks is not None and not ship.blocks.under_way
+    return ship.state is ShipState.RUNNING and ship.blocks is not None and not ship.blocks.in_progress
 
 
-def lack(ship: Ship, covered: int) -> str:
+def commit_obstacle(ship: Ship, covered: int) -> str:
     """Return why the ship cannot be committed; empty if it can.
 
     If `covered` is not 0, the granted blocks that were not posted are excluded from the ship."""
     if covered and ship.blocks is not None:
-        ship.blocks.leave_out()
+        ship.blocks.exclude_rest()
     if ship.blocks is not None and ship.blocks.complete:
         return ""
     posted, count = (ship.blocks.posted, ship.blocks.count) if ship.blocks else (0, 0)

@@ -50,7 +50,7 @@ class UcxConnections:
     def __init__(self, library: UcxLibrary, loop: UcxLoop, timeouts: ConnectionTimeouts, terms: HandshakeTerms):
         self._library, self._loop, self._timeouts, self._terms = library, loop, timeouts, terms
         self._handshakes = UcxHandshakes(loop, timeouts.connect_timeout, self._arrived, self._fail)
-        self.traffic = UcxTraffic(loop, self._handshakes.greeted, self._fail)
+        self.traffic = UcxTraffic(loop, self._handshakes.handle, self._fail)
         self._handshakes.traffic = self.traffic
         self._peers: dict[Peer, UcxPeer] = {}
         self._serial = itertools.count(1)
@@ -118,8 +118,8 @@ class UcxConnections:
         stall = max(0.0, now - self._ticked_at - 2 * interval)
         self._ticked_at = now
         for peer in tuple(self._peers.values()):
-            peer.heard_at += stall
-            silence = now - peer.heard_at
+            peer.received_at += stall
+            silence = now - peer.received_at
             if not peer.open or peer.lost:
                 continue
             if silence > limit:
@@ -131,12 +131,12 @@ class UcxConnections:
         """Retry a dialled connection that was never open and has attempts left; otherwise lose the peer."""
         if peer.lost:
             return
-        dialling, hopeless = bool(peer.dialled) and not peer.open, isinstance(error, Incompatible)
-        if dialling and peer.tries < CONNECT_TRIES and not hopeless:
+        dialling, permanent = bool(peer.dialled) and not peer.open, isinstance(error, Incompatible)
+        if dialling and peer.tries < CONNECT_TRIES and not permanent:
             peer.close()
             peer.begin()
             self._loop.call_later(RETRY_S, lambda: self._dial(peer))
-        elif dialling and not hopeless:
+        elif dialling and not permanent:
             self._lose(peer, NodeLost(f"cannot reach {peer.dialled}: {error}"))
         else:
             self._lose(peer, error if isinstance(error, KvferryError) else NodeLost(f"{peer.name}: {error}"))
@@ -147,7 +147,7 @@ class UcxConnections:
         peer.lost = True
         if isinstance(error, WireError):
             self._dropped.warning("closing the connection to %s: %s", peer.name, error)
-        peer.hang_up()
+        peer.close_socket()
         for done in peer.abandon():
             guarded(done, error)
         if peer.open or peer.dialled:

@@ -1,8 +1,8 @@
 """Connection set-up of a UCX link: dials and accepts sockets, and runs handshakes until both ends are open.
 
 Anyone may connect to the port. Until a peer has proved that it belongs to the cluster, it costs a socket and a few
-bytes: no UCX worker, and no memory of a size that it chooses. At most MAX_GUESTS such peers exist; a new one evicts the
-oldest, and none stays longer than the connect timeout."""
+bytes: no UCX worker, and no memory of a size that it chooses. At most MAX_PENDING such peers exist; a new one evicts
+the oldest, and none stays longer than the connect timeout."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvferry.runtime.log import RateLimitedLog
 log = logging.getLogger(__name__)
 WARM_BYTES = 1 << 19
 """Size of the block that warms up a connection."""
-MAX_GUESTS = 64
+MAX_PENDING = 64
 """Maximum number of connections that have not completed their handshake."""
 ACCEPTS = 16
 """Maximum number of connections accepted in one turn."""
-AGAIN_S = 0.1
+ACCEPT_RETRY_S = 0.1
 """Pause before connections are accepted again, in seconds, when the process is out of descriptors."""
 NEVER, LATER = b"n", b"l"
 """First byte of a REFUSED: NEVER if another attempt is useless, LATER if it may succeed."""
@@ -54,7 +54,7 @@ class UcxHandshakes:
         self._loop, self._timeout_s, self._arrived, self._failed = loop, timeout_s, arrived, failed
         self._resolver = Resolver(loop.submit)
         self._listeners: list[socket.socket] = []
-        self._guests: dict[UcxPeer, None] = {}
+        self._pending: dict[UcxPeer, None] = {}
         self._warm = np.zeros(WARM_BYTES, dtype=np.uint8)
         self._refused, self._full = RateLimitedLog(log), RateLimitedLog(log)
         self.traffic: UcxTraffic
@@ -122,37 +122,37 @@ class UcxHandshakes:
             except OSError as error:
                 self._full.warning("connections cannot be accepted: %s", error)
                 self._loop.unwatch(listener.fileno())
-                self._loop.call_later(AGAIN_S, self._watch_listeners)
+                self._loop.call_later(ACCEPT_RETRY_S, self._watch_listeners)
                 break
             self._receive(connection)
         return True
 
     def _receive(self, connection: socket.socket) -> None:
         """Challenge the peer of an accepted socket."""
-        if len(self._guests) >= MAX_GUESTS:
-            self._failed(next(iter(self._guests)), NodeLost("too many connections without a handshake"))
+        if len(self._pending) >= MAX_PENDING:
+            self._failed(next(iter(self._pending)), NodeLost("too many connections without a handshake"))
         peer = self._arrived()
-        self._guests[peer] = None
+        self._pending[peer] = None
         self.traffic.connect(peer, Stream(connection))
         self.traffic.send(peer, CHALLENGE, peer.handshake.challenge())
         late = NodeLost(f"no handshake within {self._timeout_s} s")
-        self._loop.call_later(self._timeout_s, lambda: self._failed(peer, late) if peer in self._guests else None)
+        self._loop.call_later(self._timeout_s, lambda: self._failed(peer, late) if peer in self._pending else None)
 
     def forget(self, peer: UcxPeer) -> None:
-        """Remove the peer from the guests: it authenticated or its connection ended."""
-        self._guests.pop(peer, None)
+        """Remove the peer from those without a handshake: it authenticated or its connection ended."""
+        self._pending.pop(peer, None)
 
-    def greeted(self, peer: UcxPeer, kind: int, data: bytes) -> None:
+    def handle(self, peer: UcxPeer, kind: int, data: bytes) -> None:
         """Handle a frame of the handshake.
 
         Raises WireError, Incompatible, TransferFailed or NodeLost: the connection is then unusable."""
         if kind == HELLO and not peer.dialled and peer.worker is None:
             self._take_hello(peer, data)
         elif kind == CHALLENGE and peer.dialled and peer.worker is None:
-            peer.handshake.challenged(data)
+            peer.handshake.read_challenge(data)
             self.traffic.send(peer, HELLO, peer.handshake.hello(self._open_worker(peer)))
         elif kind == WELCOME and peer.dialled and peer.worker is not None and not peer.open:
-            peer.handshake.welcomed(data)
+            peer.handshake.read_welcome(data)
             self._open(peer)
             self.traffic.send_queued(peer)
             self.traffic.post(peer, Post(True, WARM_TAG, self._warm, _warmed))
@@ -167,7 +167,7 @@ class UcxHandshakes:
 
         Also post the receive of the warm-up block, since the first large block of a connection takes 45–90 ms."""
         try:
-            peer.handshake.greeted(data)
+            peer.handshake.read_hello(data)
             welcome = peer.handshake.welcome(self._open_worker(peer))
             self.traffic.send(peer, WELCOME, welcome)
             self._open(peer)
@@ -182,10 +182,10 @@ class UcxHandshakes:
     def _open_worker(self, peer: UcxPeer) -> bytes:
         """Open the peer's UCX worker and return its address. Raises TransferFailed."""
 
-        def look(progressed: bool) -> bool:
-            return self.traffic.look(peer, progressed)
+        def poll(progressed: bool) -> bool:
+            return self.traffic.poll(peer, progressed)
 
-        peer.worker = self._loop.open_worker(look, lambda error: self._failed(peer, error))
+        peer.worker = self._loop.open_worker(poll, lambda error: self._failed(peer, error))
         return peer.worker.address
 
     def _open(self, peer: UcxPeer) -> None:

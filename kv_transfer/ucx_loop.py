@@ -2,7 +2,7 @@
 
 It runs commands and timers, progresses active workers, polls sockets, and sleeps when nothing is due.
 
-A worker without work for SPIN_S is armed and rests. Once all rest, the thread sleeps until a descriptor, the eventfd or
+A worker without work for SPIN_S is armed. Once all are armed, the thread sleeps until a descriptor, the eventfd or
 a timer is due. Spinning keeps latency low in a burst; sleeping keeps an idle process below 1 % of a core. A round
 without work yields the core: two ends that spin on one core and wait for each other would otherwise switch only once a
 time slice (0.2 GB/s)."""
@@ -35,7 +35,7 @@ CLOSING_ROUNDS = 100
 STOP_S = 10.0
 """Maximum time to wait for the thread to end, in seconds. A node must end within 15 s after its drain."""
 READABLE, WRITABLE = select.EPOLLIN, select.EPOLLOUT
-Heard = Callable[[int], bool]
+EventCallback = Callable[[int], bool]
 """Callback with the events of a descriptor; returns whether it did any work."""
 
 
@@ -62,11 +62,11 @@ class UcxLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
-        self._watched: dict[int, Heard] = {}
+        self._watched: dict[int, EventCallback] = {}
         self._workers: set[UcxWorker] = set()
-        self._awake: dict[UcxWorker, None] = {}
-        self._left = AbandonedConnections(options["TLS"])
-        self._heard_at = 0.0
+        self._active: dict[UcxWorker, None] = {}
+        self._abandoned = AbandonedConnections(options["TLS"])
+        self._polled_at = 0.0
         self._sleeping = self._stopping = False
         self._thread: threading.Thread | None = None
         self.native_id: int | None = None
@@ -74,7 +74,7 @@ class UcxLoop:
     def start(self) -> None:
         """Start the thread. Raises any error of opening."""
         allow_descriptors()
-        self._bell = Wakeup()
+        self._wakeup = Wakeup()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kv-link", daemon=True)
         self._thread.start()
@@ -86,17 +86,17 @@ class UcxLoop:
         if self._thread is None:
             return
         self._stopping = True
-        self._bell.ring()
+        self._wakeup.wake()
         self._thread.join(STOP_S)
         if not self._thread.is_alive():
-            self._bell.close()
+            self._wakeup.close()
         self._thread = None
 
     def submit(self, call: Callable[[], None]) -> None:
         """Run `call` on the thread soon. Thread-safe."""
         self._commands.append(call)
         if self._sleeping:
-            self._bell.ring()
+            self._wakeup.wake()
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Run `call` after a delay. Call it on the link thread only."""
@@ -104,10 +104,10 @@ class UcxLoop:
 
     # Descriptors and workers: call these on the link thread only.
 
-    def watch(self, descriptor: int, events: int, heard: Heard) -> None:
-        """Call `heard` for these events until `unwatch`; replaces events and callback of a watched descriptor."""
+    def watch(self, descriptor: int, events: int, callback: EventCallback) -> None:
+        """Call `callback` for these events until `unwatch`; replaces events and callback of a watched descriptor."""
         known = descriptor in self._watched
-        self._watched[descriptor] = heard
+        self._watched[descriptor] = callback
         (self._epoll.modify if known else self._epoll.register)(descriptor, events)
 
     def unwatch(self, descriptor: int) -> None:
@@ -115,18 +115,18 @@ class UcxLoop:
         if self._watched.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
-    def open_worker(self, look: Callable[[bool], bool], broken: Callable[[Exception], None]) -> UcxWorker:
-        """Return a new, active worker. look, broken: see UcxWorker. Raises TransferFailed."""
-        worker = UcxWorker(self._library, self._context, look, broken)
+    def open_worker(self, poll: Callable[[bool], bool], broken: Callable[[Exception], None]) -> UcxWorker:
+        """Return a new, active worker. poll, broken: see UcxWorker. Raises TransferFailed."""
+        worker = UcxWorker(self._library, self._context, poll, broken)
         self._workers.add(worker)
-        self._awake[worker] = None
-        self.watch(worker.descriptor, READABLE, lambda events: self.rouse(worker))
+        self._active[worker] = None
+        self.watch(worker.descriptor, READABLE, lambda events: self.activate(worker))
         return worker
 
-    def rouse(self, worker: UcxWorker) -> bool:
-        """Progress the worker until it rests again: something was posted, or UCX has something to do."""
-        if worker not in self._awake and worker in self._workers:
-            self._awake[worker] = None
+    def activate(self, worker: UcxWorker) -> bool:
+        """Progress the worker until it is idle again: something was posted, or UCX has something to do."""
+        if worker not in self._active and worker in self._workers:
+            self._active[worker] = None
             worker.touch()
         return False
 
@@ -134,16 +134,16 @@ class UcxLoop:
         """Close a worker; its memory is quiet on return, or the thread ends before any other command runs.
 
         ended: see UcxWorker.close."""
-        self._awake.pop(worker, None)
+        self._active.pop(worker, None)
         if worker in self._workers:
             self._workers.remove(worker)
             self.unwatch(worker.descriptor)
             if not worker.close(ended):
-                self._left.add()
+                self._abandoned.add()
 
     def _run(self, started: Future[None]) -> None:
         self._epoll = select.epoll()
-        self.watch(self._bell.descriptor, READABLE, self._bell.heard)
+        self.watch(self._wakeup.descriptor, READABLE, self._wakeup.reset)
         try:
             self._open()
         except Exception as error:
@@ -176,47 +176,47 @@ class UcxLoop:
         self._context = None
 
     def _rounds(self) -> None:
-        worked_at = time.monotonic()
+        last_work_at = time.monotonic()
         while not self._stopping:
             now = self.heartbeat = time.monotonic()
             worked = self._run_due() | self._progress()
-            if not worked or now - self._heard_at > SOCKETS_EVERY_S:
-                worked |= self._hear(0.0)
-                self._rest()
+            if not worked or now - self._polled_at > SOCKETS_EVERY_S:
+                worked |= self._run_callbacks(0.0)
+                self._arm_idle()
             if worked:
-                worked_at = now
-            elif not self._awake and now - worked_at > SPIN_S:
+                last_work_at = now
+            elif not self._active and now - last_work_at > SPIN_S:
                 self._sleep()
             else:
                 os.sched_yield()
 
     def _progress(self) -> bool:
         worked = False
-        for worker in tuple(self._awake):
-            if worker in self._awake:
+        for worker in tuple(self._active):
+            if worker in self._active:
                 worked |= worker.round()
         return worked
 
-    def _rest(self) -> None:
-        """Arm the workers that had no work for SPIN_S, so that they rest."""
-        for worker in tuple(self._awake):
-            if worker.rests():
-                del self._awake[worker]
+    def _arm_idle(self) -> None:
+        """Arm the workers that had no work for SPIN_S, so that their descriptors wake the thread."""
+        for worker in tuple(self._active):
+            if worker.arm_if_idle():
+                del self._active[worker]
 
-    def _hear(self, timeout: float) -> bool:
+    def _run_callbacks(self, timeout: float) -> bool:
         """Run the callbacks of ready descriptors; return whether one did any work."""
         worked = False
-        self._heard_at = time.monotonic()
+        self._polled_at = time.monotonic()
         for descriptor, events in self._epoll.poll(timeout):
-            heard = self._watched.get(descriptor)
-            worked |= heard is not None and heard(events)
+            callback = self._watched.get(descriptor)
+            worked |= callback is not None and callback(events)
         return worked
 
     def _sleep(self) -> None:
         self._sleeping = True
         if not self._commands and not self._stopping:
             due = self._timers[0][0] - time.monotonic() if self._timers else MAX_SLEEP_S
-            self._hear(max(0.0, min(due, MAX_SLEEP_S)))
+            self._run_callbacks(max(0.0, min(due, MAX_SLEEP_S)))
         self._sleeping = False
 
     def _run_due(self) -> bool:
@@ -224,7 +224,7 @@ class UcxLoop:
         ran = False
         for _ in range(len(self._commands)):
             if not self._stopping:
-                self._left.check()
+                self._abandoned.check()
             self._call(self._commands.popleft())
             ran = True
         while self._timers and self._timers[0][0] <= time.monotonic():

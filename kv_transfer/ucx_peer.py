@@ -28,7 +28,7 @@ class UcxPeer:
     ):
         self.name, self.dialled = name, dialled
         self.open = self.lost = False
-        self.heard_at = now
+        self.received_at = now
         self.tries = 0
         self.outbox: deque[bytes | Post] = deque()
         self.stream: Stream | None = None
@@ -47,7 +47,7 @@ class UcxPeer:
         self.outbox.clear()
         return dones + self.blocks.abandon()
 
-    def hang_up(self) -> None:
+    def close_socket(self) -> None:
         """Close the socket; the other side notices it."""
         if self.stream is not None:
             self._loop.unwatch(self.stream.descriptor)
@@ -56,7 +56,7 @@ class UcxPeer:
 
     def close(self) -> None:
         """Close socket and worker, which takes some milliseconds; afterwards UCX touches none of the buffers."""
-        self.hang_up()
+        self.close_socket()
         if self.worker is not None:
             self._loop.close_worker(self.worker, self.blocks.ended)
             self.worker = None

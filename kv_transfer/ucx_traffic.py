@@ -23,17 +23,17 @@ DRAIN_ROUNDS = 64
 class UcxTraffic:
     """Blocks and frames of a link's connections. Runs on the link thread.
 
-    greeted(peer, kind, payload)  called for each frame of the handshake
+    on_handshake(peer, kind, payload)  called for each frame of the handshake
     failed(peer, error)           called when a connection breaks or its peer sends invalid data
     """
 
     def __init__(
         self,
         loop: UcxLoop,
-        greeted: Callable[[UcxPeer, int, bytes], None],
+        on_handshake: Callable[[UcxPeer, int, bytes], None],
         failed: Callable[[UcxPeer, Exception], None],
     ):
-        self._loop, self._greeted, self._failed = loop, greeted, failed
+        self._loop, self._on_handshake, self._failed = loop, on_handshake, failed
         self.handler: LinkHandler
 
     def post(self, peer: UcxPeer, post: Post) -> None:
@@ -46,7 +46,7 @@ class UcxTraffic:
         else:
             try:
                 peer.blocks.post(post)
-                self._loop.rouse(peer.worker)
+                self._loop.activate(peer.worker)
                 return
             except KvferryError as refused:
                 error = refused
@@ -75,7 +75,7 @@ class UcxTraffic:
             else:
                 self.send(peer, MESSAGE, item)
 
-    def look(self, peer: UcxPeer, progressed: bool) -> bool:
+    def poll(self, peer: UcxPeer, progressed: bool) -> bool:
         """Call the callbacks of completed blocks; return whether any block had to be checked."""
         if progressed:
             peer.blocks.wake()
@@ -83,7 +83,7 @@ class UcxTraffic:
             return False
         for done, error in peer.blocks.reap():
             if error is None:
-                peer.heard_at = time.monotonic()
+                peer.received_at = time.monotonic()
             guarded(done, error)
         return True
 
@@ -108,10 +108,10 @@ class UcxTraffic:
 
     def _watch(self, peer: UcxPeer, stream: Stream, connecting: bool = False) -> None:
         events = READABLE | (WRITABLE if connecting or stream.unsent else 0)
-        heard = lambda events: self._heard(peer, stream, events)  # noqa: E731
-        self._loop.watch(stream.descriptor, events, heard)
+        on_events = lambda events: self._on_events(peer, stream, events)  # noqa: E731
+        self._loop.watch(stream.descriptor, events, on_events)
 
-    def _heard(self, peer: UcxPeer, stream: Stream, events: int) -> bool:
+    def _on_events(self, peer: UcxPeer, stream: Stream, events: int) -> bool:
         """Handle events of a socket. An exception ends only this connection."""
         if peer.stream is not stream:
             return False
@@ -141,10 +141,10 @@ class UcxTraffic:
         if not more and not peer.open and not peer.dialled:
             raise NodeLost("disconnected before its handshake was read")
         while not peer.lost and peer.stream is stream and (frame := stream.next()) is not None:
-            peer.heard_at = time.monotonic()
+            peer.received_at = time.monotonic()
             kind, data = frame
             if kind in HANDSHAKE_KINDS:
-                self._greeted(peer, kind, data)
+                self._on_handshake(peer, kind, data)
             elif kind == MESSAGE:
                 guarded(self.handler.message, peer.name, data)
         if not more and not peer.lost and peer.stream is stream:

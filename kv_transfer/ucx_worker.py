@@ -1,4 +1,4 @@
-"""UCX worker and endpoint of one connection: progress, rest and forced close.
+"""UCX worker and endpoint of one connection: progress, idling and forced close.
 
 UCX's shared-memory queue belongs to the worker that reads it. A peer that dies or freezes while it writes blocks the
 queue for all writers. So each peer has a worker of its own."""
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 SPIN_S = 60e-6
 PROGRESS_BURST = 32
 """Maximum number of calls of progress in a row."""
-LETTING_GO_S, LETTING_GO_ROUNDS = 0.05, 1000
+RELEASE_S, RELEASE_ROUNDS = 0.05, 1000
 """Minimum time in seconds, and number of rounds, that UCX gets to end the operations of a closed endpoint.
 
 It needs a millisecond, unless the other side is frozen and its queue full. Rounds are counted, too, because this thread
@@ -28,14 +28,14 @@ may not get a core during that time."""
 class UcxWorker:
     """UCX worker and endpoint of one connection. Only the link thread touches it.
 
-    An active worker is progressed in every round. A resting one is armed: its descriptor becomes readable when UCX has
-    something to do. look(progressed): called in every round; returns whether it found work. broken(error): called when
+    An active worker is progressed in every round. An idle one is armed: its descriptor becomes readable when UCX has
+    something to do. poll(progressed): called in every round; returns whether it found work. broken(error): called when
     a round raises."""
 
     def __init__(
-        self, library: UcxLibrary, context: Any, look: Callable[[bool], bool], broken: Callable[[Exception], None]
+        self, library: UcxLibrary, context: Any, poll: Callable[[bool], bool], broken: Callable[[Exception], None]
     ):
-        self._library, self._look, self._broken = library, look, broken
+        self._library, self._poll, self._broken = library, poll, broken
         self._endpoint: Any = None
         self._closing = False
         self._closed: Callable[[], None]
@@ -46,7 +46,7 @@ class UcxWorker:
             raise TransferFailed(f"no room for another connection: {error}") from error
         self.descriptor = int(self._worker.epoll_file_descriptor)
         self.address: bytes = self._worker.address.tobytes()
-        self._worked_at = time.monotonic()
+        self._last_work_at = time.monotonic()
 
     def attach(self, address: bytes, closed: Callable[[], None]) -> Any:
         """Create the endpoint to the other side's worker; UCX calls `closed` if it closes it. Raises TransferFailed."""
@@ -57,29 +57,29 @@ class UcxWorker:
         except api.UCXError as error:
             raise TransferFailed(f"UCX does not reach the other side: {error}") from error
         self._closed = closed
-        self._endpoint.set_close_callback(self._gave_up)
+        self._endpoint.set_close_callback(self._on_close)
         return self._endpoint
 
     def touch(self) -> None:
         """Keep the worker active for a while: something was posted."""
-        self._worked_at = time.monotonic()
+        self._last_work_at = time.monotonic()
 
     def round(self) -> bool:
-        """Progress UCX and run `look`; return whether there was work."""
+        """Progress UCX and run `poll`; return whether there was work."""
         try:
             progressed = self._progress()
-            worked = self._look(progressed) or progressed
+            worked = self._poll(progressed) or progressed
         except Exception as error:
             log.exception("a connection of the link failed")
             self._broken(error)
             return True
         if worked:
-            self._worked_at = time.monotonic()
+            self._last_work_at = time.monotonic()
         return worked
 
-    def rests(self) -> bool:
+    def arm_if_idle(self) -> bool:
         """Return True, with the worker armed, if it had no work for SPIN_S."""
-        return time.monotonic() - self._worked_at > SPIN_S and bool(self._worker.arm())
+        return time.monotonic() - self._last_work_at > SPIN_S and bool(self._worker.arm())
 
     def close(self, ended: Callable[[], bool]) -> bool:
         """Force the endpoint closed, which takes some milliseconds; return whether UCX released all its operations.
@@ -92,17 +92,17 @@ class UcxWorker:
             self._endpoint.close_blocking()
             self._endpoint = None
             self._worker.cancel_inflight_requests()
-            until = time.monotonic() + LETTING_GO_S
+            until = time.monotonic() + RELEASE_S
             rounds = 0
-            while not ended() and (rounds < LETTING_GO_ROUNDS or time.monotonic() < until):
+            while not ended() and (rounds < RELEASE_ROUNDS or time.monotonic() < until):
                 self._worker.progress_once()
                 rounds += 1
-        emptied = self._empty()
+        emptied = self._drain_receives()
         self._worker.cancel_inflight_requests()
         self._worker = None
         return ended() and emptied
 
-    def _gave_up(self) -> None:
+    def _on_close(self) -> None:
         """Handle the close of the endpoint, by UCX itself or by `close`.
 
         ucxx keeps the operations in flight of a closed endpoint, and so the worker, until another operation is
@@ -112,7 +112,7 @@ class UcxWorker:
         else:
             self._closed()
 
-    def _empty(self) -> bool:
+    def _drain_receives(self) -> bool:
         """Receive the data of cancelled receives into one byte each; return whether all of it ended.
 
         When ucxx frees the worker it would otherwise wait for that data without limit, even if the sender is gone."""

@@ -15,13 +15,13 @@ class Wakeup:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open, self._lock = True, threading.Lock()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the thread; do nothing after `close`."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.descriptor, 1)
 
-    def heard(self, events: int) -> bool:
+    def reset(self, events: int) -> bool:
         """Reset the eventfd. Callback for `UcxLoop.watch`."""
         os.eventfd_read(self.descriptor)
         return False

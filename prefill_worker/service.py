@@ -125,7 +125,7 @@ class PrefillService:
             return
         self._end(answer, "done")
         if answer.transfer is not None:
-            self._ships.give_up(answer.transfer, "the request ended with its first token")
+            self._ships.abandon(answer.transfer, "the request ended with its first token")
 
     def _shipped(self, job: Job, transfer: int, stats: ShipStats) -> None:
         answer = self._answers.get(key_of(job))
@@ -152,7 +152,7 @@ class PrefillService:
         self._end(answer, "cancelled" if isinstance(error, Cancelled) else "failed")
         self._base.engine.cancel(job.request_id, job.attempt)
         if answer.transfer is not None:
-            self._ships.give_up(answer.transfer, error.message)
+            self._ships.abandon(answer.transfer, error.message)
 
     def _end(self, answer: Answer, outcome: str) -> None:
         del self._answers[key_of(answer.job)]

@@ -32,7 +32,7 @@ class Ships:
     """Ships of a prefill node's attempts, from offer to quiet.
 
     Implements `kv_transfer.ports.ShipEvents`. `on_done` and `on_failed` are called on the asyncio loop with the job and
-    the transfer. At most one of them is called per offer, and none after `give_up`."""
+    the transfer. At most one of them is called per offer, and none after `abandon`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Ships:
             self._offers[transfer] = Offer(job)
         return transfer
 
-    def give_up(self, transfer: int, reason: str) -> None:
+    def abandon(self, transfer: int, reason: str) -> None:
         """Abort the ship of an attempt that ended.
 
         If the attempt was cancelled or failed, the caller must cancel it in the engine first."""

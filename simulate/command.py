@@ -16,7 +16,7 @@ from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.world import Loss
 
 LOADS = (1e-6, 1e6)
@@ -81,7 +81,7 @@ def simulate_command(
         play(trace.stem, factor, _read(trace, machine, factor, requests, say), (), ("m",))
     for name, (factor, one) in () if trace else product(dict.fromkeys(workload or CASES), rounds):
         scale = factor * (prefill + decode) / 16
-        play(name, factor, *case(name, Asked(requests, scale, one, machine.block_size)))
+        play(name, factor, *case(name, TraceParams(requests, scale, one, machine.block_size)))
     say("\n" + plots.table(results) + "\n" + plots.goodputs(results))
     if plot:
         _write(plot, plots.plot(results))

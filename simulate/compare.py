@@ -18,13 +18,13 @@ from kvferry.simulate.policy import Policy
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, figures, media_figures
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.workloads import WORKLOADS
 from kvferry.simulate.world import Loss, World
 
 OURS = "kvferry"
 POLICIES: Mapping[str, Callable[[], Policy]] = {OURS: KvferryPolicy, **OTHERS}
-MOST_S = 7 * 24 * 3600
+MAX_S = 7 * 24 * 3600
 """Longest time span of a trace's arrivals that is simulated, in seconds: a week."""
 LOSSES = 4
 """Nodes lost in a trace with losses, one after the other, alternating between roles."""
@@ -71,7 +71,7 @@ def simulated(
     """Simulate one policy on one trace and return the results.
 
     targets: kvferry rejects requests that would miss the goal.
-    Raises ConfigError for an unknown policy, a request that fits on no node, or arrivals over more than MOST_S."""
+    Raises ConfigError for an unknown policy, a request that fits on no node, or arrivals over more than MAX_S."""
     check_known("policy", name, POLICIES)
     check_fits(trace, shape)
     check_span(trace)
@@ -112,13 +112,13 @@ def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
 
 
 def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
-    """Raise ConfigError for the setting `param` if arrivals span more than MOST_S.
+    """Raise ConfigError for the setting `param` if arrivals span more than MAX_S.
 
     Leases are renewed all the time, so a long span is slow to simulate even if few requests arrive."""
     last_s = max(ask.at for ask in trace)
-    if last_s > MOST_S:
+    if last_s > MAX_S:
         raise ConfigError(
-            f"{len(trace)} requests arrive over {last_s:.3g} s; at most {MOST_S} s can be simulated", param=param
+            f"{len(trace)} requests arrive over {last_s:.3g} s; at most {MAX_S} s can be simulated", param=param
         )
 
 
@@ -129,7 +129,7 @@ def losses_of(count: int, trace: Sequence[Scenario], rate: float) -> list[Loss]:
     return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]
 
 
-def case(name: str, asked: Asked) -> tuple[list[Scenario], list[Loss], tuple[str, ...]]:
+def case(name: str, asked: TraceParams) -> tuple[list[Scenario], list[Loss], tuple[str, ...]]:
     """Return a case's trace, losses and models. Raises ConfigError.
 
     asked: its rate is a multiple of the case's usual rate."""

@@ -28,11 +28,11 @@ class Cores:
         self._nodes: dict[Computing, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._working: set[Computing] = set()
 
-    def join(self, node: Computing, advance: Callable[[], None], go_on: Callable[[], None]) -> None:
+    def join(self, node: Computing, advance: Callable[[], None], replan: Callable[[], None]) -> None:
         """Add a node.
 
-        advance: brings its state to the current time at the old speed. go_on: plans its next event again."""
-        self._nodes[node] = advance, go_on
+        advance: brings its state to the current time at the old speed. replan: plans its next event again."""
+        self._nodes[node] = advance, replan
 
     def share(self, node: Computing) -> float:
         """Return the share of full speed that the node has."""
@@ -47,9 +47,9 @@ class Cores:
         Their work until now was done at the old speed."""
         if works == (node in self._working):
             return
-        others = [told for each, told in self._nodes.items() if each.role != node.role]
+        others = [calls for each, calls in self._nodes.items() if each.role != node.role]
         for advance, _ in others:
             advance()
         (self._working.add if works else self._working.discard)(node)
-        for _, go_on in others:
-            go_on()
+        for _, replan in others:
+            replan()

@@ -23,11 +23,11 @@ EVICTIONS = ("value", "lru", "slru", "s3fifo", "gdsf", "gdsf-cost")
 """Names of the policies; the first is the engine's own."""
 SMALL = 10
 """Divisor of the pool for S3-FIFO: one block in SMALL may be in the queue of blocks used once."""
-MOST_USES = 3
+MAX_USES = 3
 """Maximum use count that S3-FIFO keeps per block."""
 COST_BLOCKS = 512
 """Position in blocks at which recomputing a block costs twice as much (Machine.attention_len)."""
-MOST_LOOKS = 64
+MAX_SCANS = 64
 """Maximum number of queue heads tried per eviction; then the block idle for longest is evicted."""
 
 
@@ -150,10 +150,10 @@ class S3Fifo(KnownBlocks):
         self._most_small = max(1, pool.num_blocks // SMALL)
 
     def use(self, cache_use: CacheUse, reused: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Count another use of each block, up to MOST_USES."""
+        """Count another use of each block, up to MAX_USES."""
         for block in reused:
             key = self._hash(block)
-            self._uses[key] = min(MOST_USES, self._uses.get(key, 0) + 1)
+            self._uses[key] = min(MAX_USES, self._uses.get(key, 0) + 1)
 
     def put(self, block_id: int, *, leaf: bool) -> None:
         """Add a block that has no user left, and queue it unless it is queued already."""
@@ -167,7 +167,7 @@ class S3Fifo(KnownBlocks):
 
     def pop(self) -> int:
         """Remove and return the block to evict."""
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_SCANS):
             small = self._small and (len(self._small) > self._most_small or not self._main)
             block = self._from(self._small if small else self._main)
             if block is not None:

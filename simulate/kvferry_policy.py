@@ -53,7 +53,7 @@ class KvferryPolicy:
     """kvferry's policy, with reservations made and released as in a real dispatch (router/dispatch/attempt.py).
 
     Implements `simulate.policy.Policy`. local_tokens: see RouterSettings.local_prefill_tokens. targets: of all
-    requests but patient ones, as of tenants with `ttft_ms` and `itl_ms`; None: no request is rejected."""
+    requests but background ones, as of tenants with `ttft_ms` and `itl_ms`; None: no request is rejected."""
 
     def __init__(self, local_tokens: int = 0, targets: Goal | None = None) -> None:
         self._local_tokens, self._targets = local_tokens, targets
@@ -91,8 +91,8 @@ class KvferryPolicy:
 
     async def choose(self, run: Run) -> Choice | None:
         ask, cluster = run.ask, self._clusters[run.ask.model]
-        seats, left_s = cluster.capacity().sequences, self._left_s(run)
-        if seats and self._before(ask) >= seats and (ask.patient or not run.delivered):
+        seats, left_s = cluster.capacity().sequences, self._time_left_s(run)
+        if seats and self._before(ask) >= seats and (ask.background or not run.delivered):
             if left_s < 0:
                 raise too_late(-left_s)
             return None
@@ -116,37 +116,37 @@ class KvferryPolicy:
         assert placement.decode
         prefill = nodes[placement.prefill.node_id] if placement.prefill else None
         decode = nodes[placement.decode.node_id]
-        self._taken[ask.model, ask.patient] += 1
+        self._taken[ask.model, ask.background] += 1
         uncached = max(0, run.length - placement.cached_len)
         blocks = decode.machine.blocks_for(run.length + 1)
-        booked = [self._entry(decode).reserve(0 if prefill else uncached, blocks, _nobody)]
+        reserved = [self._entry(decode).reserve(0 if prefill else uncached, blocks, _ignore_loss)]
         if prefill:
-            booked.insert(0, self._entry(prefill).reserve(uncached, 0, _nobody))
-        self._bookings[run] = booked
+            reserved.insert(0, self._entry(prefill).reserve(uncached, 0, _ignore_loss))
+        self._bookings[run] = reserved
         request.goes_to([self._entry(node).key for node in (prefill, decode) if node])
         computing = self._entry(prefill or decode)
         self._expected[run] = cluster.inflight_prefixes.sent(hashes, computing.key)
         return Choice(prefill, decode)
 
     def _before(self, ask: Scenario) -> int:
-        """Return how many placed requests come before this one: patient requests give way to all others."""
-        return self._taken[ask.model, False] + (self._taken[ask.model, True] if ask.patient else 0)
+        """Return how many placed requests come before this one: background requests give way to all others."""
+        return self._taken[ask.model, False] + (self._taken[ask.model, True] if ask.background else 0)
 
     def _request(self, run: Run, cluster: ModelCluster) -> RequestTargets:
         """Return a new request's targets; one without targets can be displaced by requests that have them."""
         ask, now = run.ask, run.arrived
-        first_by = inf if self._targets is None or ask.patient else now + self._targets.first_s(run)
+        first_by = inf if self._targets is None or ask.background else now + self._targets.first_s(run)
         call = RequestContext(
-            str(ask.number), now, inf, first_by=first_by, itl_s=self._itl_s(ask), is_background=ask.patient
+            str(ask.number), now, inf, first_by=first_by, itl_s=self._itl_s(ask), is_background=ask.background
         )
-        leave = partial(self._leave, run)
-        made = self._requests[run] = RequestTargets(call, cluster, Delivered(run), leave, lambda _: None)
+        displace = partial(self._displace, run)
+        made = self._requests[run] = RequestTargets(call, cluster, Delivered(run), displace, lambda _: None)
         return made
 
     def _itl_s(self, ask: Scenario) -> float:
-        return self._targets.itl_s if self._targets and ask.output_len > 1 and not ask.patient else inf
+        return self._targets.itl_s if self._targets and ask.output_len > 1 and not ask.background else inf
 
-    def _leave(self, run: Run) -> None:
+    def _displace(self, run: Run) -> None:
         """Release all that a displaced request holds; `displaced` then reports it."""
         self._release(run)
         self._displaced.append(run)
@@ -155,9 +155,9 @@ class KvferryPolicy:
         found, self._displaced = self._displaced, []
         return found
 
-    def _left_s(self, run: Run) -> float:
+    def _time_left_s(self, run: Run) -> float:
         """Return the seconds until a new request's first token is due; infinite without targets."""
-        if self._targets is None or run.delivered or run.ask.patient:
+        if self._targets is None or run.delivered or run.ask.background:
             return inf
         return run.arrived + self._targets.first_s(run) - self._fleet.clock.now
 
@@ -186,7 +186,7 @@ class KvferryPolicy:
         for booking in self._bookings.pop(run, ()):
             booking.release()
         self._expected.pop(run).over()
-        self._taken[run.ask.model, run.ask.patient] -= 1
+        self._taken[run.ask.model, run.ask.background] -= 1
         self._requests[run].goes_to(())
 
     async def poll(self) -> None:
@@ -205,5 +205,5 @@ class KvferryPolicy:
         return self.table.entries[(node.name, node.epoch)]
 
 
-def _nobody(error: NodeLost) -> None:
+def _ignore_loss(error: NodeLost) -> None:
     """Ignore a lost node, since the simulated cluster reports losses itself."""

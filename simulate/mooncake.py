@@ -20,9 +20,9 @@ from kvferry.simulate.trace_writer import hashes_of
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 ID_TOKENS = 512
 """Prompt tokens of one hash id."""
-MOST_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
 """Maximum length of a prompt or output, in tokens."""
-MOST_MS = 10**15
+MAX_MS = 10**15
 """Largest timestamp in milliseconds, beyond which a float loses milliseconds."""
 
 
@@ -71,10 +71,10 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Scenario:
         raise ValueError(f"{missing[0]} is missing")
     at, prompt, output, ids = (row[name] for name in FIELDS)
     for name, value, least in (("input_length", prompt, 1), ("output_length", output, 0)):
-        if type(value) is not int or not least <= value <= MOST_TOKENS:
-            raise ValueError(f"{name} must be from {least} to {MOST_TOKENS}, not {value!r}")
-    if type(at) not in (int, float) or not 0 <= at <= MOST_MS:
-        raise ValueError(f"timestamp must be milliseconds from 0 to {MOST_MS:g}, not {at!r}")
+        if type(value) is not int or not least <= value <= MAX_TOKENS:
+            raise ValueError(f"{name} must be from {least} to {MAX_TOKENS}, not {value!r}")
+    if type(at) not in (int, float) or not 0 <= at <= MAX_MS:
+        raise ValueError(f"timestamp must be milliseconds from 0 to {MAX_MS:g}, not {at!r}")
     if type(ids) is not list or any(type(each) is not int or not 0 <= each < 2**63 for each in ids):
         raise ValueError("hash_ids must be a list of integers from 0 on")
     most = -(-prompt // ID_TOKENS)

@@ -19,7 +19,7 @@ from kvferry.worker.step_time_fit import StepTimeFit
 
 WEIGHT = 0.1
 """Weight of a new observation in the rates that the node's lease announces (worker/rates.py)."""
-LEAST_TOKENS = 32
+MIN_TOKENS = 32
 """Prompt tokens below which a prompt says nothing about the node's speed."""
 
 
@@ -46,21 +46,21 @@ class Node:
         self._stream_rates = StepTimeFit(self._step_s)
 
     @property
-    def asking(self) -> int:
+    def num_waiting(self) -> int:
         """Return the number of requests that wait here for a grant, a tier read or computing."""
-        return self.grants.asking + len(self.tiers.reading) + len(self.prompts.waiting)
+        return self.grants.num_waiting + len(self.tiers.reading) + len(self.prompts.waiting)
 
     def share(self, cores: Cores) -> None:
         """Compute on these cores, shared with other nodes, from now on; the node must be empty."""
         self._cores = cores
-        cores.join(self, self._advance, self._go_on)
+        cores.join(self, self._advance, self._plan_next)
 
     # Called by the world.
 
     def grant(self, run: Run, granted: Granted) -> None:
         """Reserve blocks and a seat for the stream; `granted` is then called with the blocks already here."""
         self.grants.ask(run, granted)
-        self._seat()
+        self._grant_waiting()
 
     def compute(self, run: Run, done: Callable[[], None]) -> None:
         """Compute the prompt in turn, after tier reads; `done` is called with its next token there."""
@@ -71,7 +71,7 @@ class Node:
         self._advance()
         self.grants.held.pop(run, None)
         self.streams.join(run, tokens, done)
-        self._go_on()
+        self._plan_next()
 
     def keep(self, owner: Run, hashes: Sequence[bytes]) -> None:
         """Register the content of the owner's blocks."""
@@ -85,14 +85,14 @@ class Node:
             self.tiers.write(hashes)
         self.dirty = True
 
-    def give(self, owner: Run) -> None:
+    def release(self, owner: Run) -> None:
         """Release the owner's blocks and grant, and seat requests that wait."""
-        self.memory.give(owner)
+        self.memory.release_owner(owner)
         self.grants.held.pop(owner, None)
         self.dirty = True
-        self._seat()
+        self._grant_waiting()
         self._advance()
-        self._go_on()
+        self._plan_next()
 
     def drop(self, run: Run) -> None:
         """Remove a run and everything that it holds."""
@@ -101,7 +101,7 @@ class Node:
         self.tiers.drop(run, self.memory)
         self.grants.drop(run)
         self.streams.drop(run)
-        self.give(run)
+        self.release(run)
 
     def die(self) -> list[Run]:
         """Lose everything but the disk tier; return the runs that were here. `live` starts a new process."""
@@ -113,7 +113,7 @@ class Node:
         self.tiers.die()
         self.prompts, self.grants = Prompts(), Grants(self.machine)
         self.alive = False
-        self._go_on()
+        self._plan_next()
         return list(dict.fromkeys(here))
 
     def live(self) -> None:
@@ -140,15 +140,15 @@ class Node:
             self.dirty = True
         self._advance()
         self.prompts.enter(run, run.length - reusable, done)
-        self._go_on()
+        self._plan_next()
 
     def _reusable(self, run: Run) -> int:
         """Return the prompt tokens of whole blocks in the pool; at least one token is always computed."""
         size = self.machine.block_size
         return self.memory.found(run.ask.hashes[: (run.length - 1) // size]) * size
 
-    def _seat(self) -> None:
-        self.grants.seat(self.memory, len(self.streams))
+    def _grant_waiting(self) -> None:
+        self.grants.grant_waiting(self.memory, len(self.streams))
 
     def _begin(self, prompt: Prompt) -> bool:
         """Reserve the prompt's blocks and start it; return False without enough blocks.
@@ -190,15 +190,15 @@ class Node:
         prompt = min(self.prompts.begun) if self.prompts.begun else None
         steps, work = self._speed(prompt)
         if steps:
-            self._stream_rates.saw(len(self.streams), 1 / steps, pure=prompt is None)
-        self.streams.go_on(steps * passed)
+            self._stream_rates.observe(len(self.streams), 1 / steps, pure=prompt is None)
+        self.streams.advance(steps * passed)
         if prompt is not None:
             prompt.left = max(0.0, prompt.left - work * passed)
             self.prompts.computed(work * passed)
             prompt.spent_s += passed
             self.busy_s += passed
 
-    def _go_on(self) -> None:
+    def _plan_next(self) -> None:
         """Plan the next event."""
         prompt = self.prompts.next(self._begin)
         steps, work = self._speed(prompt)
@@ -224,11 +224,11 @@ class Node:
         ended += self.streams.ended()
         for done in ended:
             done()
-        self._go_on()
+        self._plan_next()
 
     def _computed(self, prompt: Prompt) -> None:
         self.computed += prompt.tokens
-        if not (self.streams or prompt.run.encode_tokens) and prompt.tokens >= LEAST_TOKENS and prompt.spent_s > 0:
+        if not (self.streams or prompt.run.encode_tokens) and prompt.tokens >= MIN_TOKENS and prompt.spent_s > 0:
             self._rate += WEIGHT * (prompt.tokens / prompt.spent_s - self._rate)
 
 

@@ -185,12 +185,12 @@ class Scorers(LeastLoad):
         """Return the node with the best weighted score; ties are broken at random."""
         hashes = run.ask.hashes[: run.length // nodes[0].machine.block_size]
         held = await self.fleet.store.longest_prefix(hashes, {node.name: node.epoch for node in nodes})
-        queues = [node.asking for node in nodes]
+        queues = [node.num_waiting for node in nodes]
         least, most = min(queues), max(queues)
         weights = self.WEIGHTS
 
         def score(node: Node) -> float:
-            queue = (most - node.asking) / (most - least) if most > least else 1.0
+            queue = (most - node.num_waiting) / (most - least) if most > least else 1.0
             prefix = held.get(node.name, 0) / max(1, len(hashes))
             room = 1 - node.memory.holds.num_held / node.memory.num_blocks
             return weights["prefix"] * prefix + weights["queue"] * queue + weights["pool"] * room

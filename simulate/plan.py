@@ -13,13 +13,13 @@ from kvferry.simulate.machine import Machine
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked, Writer
+from kvferry.simulate.trace_writer import TraceParams, Writer
 
 BUSY = 0.7
 """Share of its time that a prefill node computes in the first guess; beyond it queues grow."""
-MOST_NODES = 4096
+MAX_NODES = 4096
 """Maximum number of simulated nodes of each role."""
-MOST_CHECKS = 24
+MAX_CHECKS = 24
 """Maximum number of simulations per plan."""
 SHARED_PREFIXES = 4
 """Different shared prefixes in the trace."""
@@ -91,9 +91,9 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     prefill = need.rate * compute_s / BUSY
     step_s = machine.decode_s(int(streams), streams * context)
     decode = need.rate * need.output * step_s / streams
-    if max(prefill, decode) > MOST_NODES:
+    if max(prefill, decode) > MAX_NODES:
         raise ConfigError(
-            f"this needs about {prefill:.3g} prefill and {decode:.3g} decode nodes; {MOST_NODES} of each are simulated "
+            f"this needs about {prefill:.3g} prefill and {decode:.3g} decode nodes; {MAX_NODES} of each are simulated "
             "at most",
             param="rate",
         )
@@ -102,7 +102,7 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
 
 def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Scenario]:
     """Return requests at random times, with log-normal lengths around the needed means."""
-    writer = Writer(Asked(requests, need.rate, seed, block_size), "plan")
+    writer = Writer(TraceParams(requests, need.rate, seed, block_size), "plan")
     shrink = math.exp(-SPREAD * SPREAD / 2)
     for at in writer.times(need.rate):
         if writer.full:
@@ -112,7 +112,7 @@ def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Scen
         shared = int(length * need.reuse)
         name = f"shared{writer.rng.randrange(SHARED_PREFIXES)}"
         output = writer.length(int(need.output * shrink) or 1, SPREAD, least=1)
-        writer.ask(
+        writer.request(
             at, [(name, shared), (f"own{number}", length - shared)] if shared else [(f"own{number}", length)], output
         )
     return writer.trace
@@ -148,7 +148,7 @@ def checks(
     nodes = guess(need, machine, goal)
     while (found := attempt(nodes)).share < need.share:
         yield (*nodes, found)
-        if len(tried) >= MOST_CHECKS or max(nodes) >= MOST_NODES:
+        if len(tried) >= MAX_CHECKS or max(nodes) >= MAX_NODES:
             raise ConfigError(
                 f"{nodes[0]} prefill and {nodes[1]} decode nodes are not enough: is the goal too strict?", param="share"
             )
@@ -156,7 +156,7 @@ def checks(
     best = nodes
     yield (*best, found)
     for role in (0, 1):
-        while best[role] > 1 and len(tried) < MOST_CHECKS:
+        while best[role] > 1 and len(tried) < MAX_CHECKS:
             fewer = (best[0] - (role == 0) * _step(best[0]), best[1] - (role == 1) * _step(best[1]))
             found = attempt(fewer)
             yield (*fewer, found)

@@ -26,7 +26,7 @@ HEAD = (
     "x real",
 )
 COLOURS = ("#0b7a75", "#c9d1d9", "#b3bdc7", "#9ca8b4", "#e0a070", "#b5838d", "#d8b4a0")
-BACK, TEXT, FAINT = "#f5f7f9", "#24292f", "#57606a"
+BACK, TEXT, GREY = "#f5f7f9", "#24292f", "#57606a"
 WIDTH, LEFT, PANEL, BAR, PAD, TOP = 960, 112, 404, 14, 12, 40
 """Dimensions of the plot in pixels.
 
@@ -103,7 +103,7 @@ def plot(results: Results) -> str:
         parts.append(_panel(workload, found, height))
         height += BAR * len(found) + 3 * PAD
     titles = "".join(
-        f'<text x="{_left(column)}" y="24" font-size="13" font-weight="bold">{title}</text>'
+        f'<text x="{_column_x(column)}" y="24" font-size="13" font-weight="bold">{title}</text>'
         for column, title in enumerate(("Goodput, requests/s", "TTFT, 99th percentile, s (less is better)"))
     )
     head = (
@@ -114,7 +114,7 @@ def plot(results: Results) -> str:
     return "\n".join((head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', titles, *parts, "</svg>")) + "\n"
 
 
-def _left(column: int) -> int:
+def _column_x(column: int) -> int:
     return LEFT + column * (PANEL + 2 * PAD)
 
 
@@ -125,11 +125,11 @@ def _panel(workload: str, found: Mapping[str, Sequence[Figures]], top: int) -> s
         f'<text x="{PAD}" y="{top + 15}" font-size="12" font-weight="bold">{escape(workload)}</text>',
     ]
     for number, name in enumerate(found):
-        weight = ' font-weight="bold"' if name == OURS else f' fill="{FAINT}"'
+        weight = ' font-weight="bold"' if name == OURS else f' fill="{GREY}"'
         y = top + 29 + BAR * number
         lines.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end"{weight}>{escape(name)}</text>')
-    lines += _bars(_left(0), top + 20, [[each.goodput for each in seeds] for seeds in found.values()])
-    lines += _bars(_left(1), top + 20, [[each.ttft_s[2] for each in seeds] for seeds in found.values()])
+    lines += _bars(_column_x(0), top + 20, [[each.goodput for each in seeds] for seeds in found.values()])
+    lines += _bars(_column_x(1), top + 20, [[each.ttft_s[2] for each in seeds] for seeds in found.values()])
     return "\n".join(lines)
 
 
@@ -145,6 +145,6 @@ def _bars(left: int, top: int, values: Sequence[Sequence[float]]) -> Iterator[st
             middle = y + (BAR - 3) / 2
             yield (
                 f'<path d="M{left + least:.1f} {middle}H{left + most:.1f}M{left + least:.1f} {middle - 2.5}v5'
-                f'M{left + most:.1f} {middle - 2.5}v5" stroke="{FAINT}" fill="none"/>'
+                f'M{left + most:.1f} {middle - 2.5}v5" stroke="{GREY}" fill="none"/>'
             )
         yield f'<text x="{left + max(width, most) + 5:.1f}" y="{y + 9}">{median(seeds):.2f}</text>'

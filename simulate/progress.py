@@ -18,10 +18,10 @@ class SimulationProgress:
         self, name: str, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock
-        self._said = clock()
+        self._printed_at = clock()
 
-    def left(self, count: int) -> None:
+    def report(self, count: int) -> None:
         """Print a line if one is due; `count` requests have not ended yet."""
-        if self._clock() - self._said >= LINE_S:
-            self._said = self._clock()
+        if self._clock() - self._printed_at >= LINE_S:
+            self._printed_at = self._clock()
             self._say(f"{self._name}: {self._total - count} of {self._total} requests")

@@ -28,10 +28,10 @@ STREAMS, TOKENS = 3, 24
 """Concurrent streams, and tokens of each of them and of a single one."""
 BESIDE_TOKENS = 400
 """Maximum number of tokens of a stream beside which a prompt is computed; it is cancelled once the prompt is done."""
-LEAST_SHARE, OWN = 0.05, 0.9
+MIN_SHARE, OWN = 0.05, 0.9
 """Bounds of the share of its speed that a prompt keeps beside streams.
 
-It is at least LEAST_SHARE. From OWN on, the prefill node counts as having cores of its own."""
+It is at least MIN_SHARE. From OWN on, the prefill node counts as having cores of its own."""
 TIMEOUT_S = 60.0
 """Timeout of a request, in seconds."""
 
@@ -87,12 +87,12 @@ async def probed(url: str, machine: Machine, api_key: str = "", model: str = "")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, trust_env=False) as client:
-            return await _probe(await _door(url.rstrip("/"), client, model), machine)
+            return await _probe(await _connect(url.rstrip("/"), client, model), machine)
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{url} cannot be probed: {str(error) or repr(error)}", param="probe") from error
 
 
-async def _door(url: str, client: httpx.AsyncClient, name: str) -> ProbeClient:
+async def _connect(url: str, client: httpx.AsyncClient, name: str) -> ProbeClient:
     answer = await client.get(f"{url}/v1/models")
     if answer.status_code != 200:
         raise ConfigError(f"{url} answered with status {answer.status_code}, not with a list of models", param="probe")
@@ -103,25 +103,27 @@ async def _door(url: str, client: httpx.AsyncClient, name: str) -> ProbeClient:
     return ProbeClient(url, model["id"], int(model.get("max_model_len") or 4096), client)
 
 
-async def _probe(door: ProbeClient, machine: Machine) -> Machine:
+async def _probe(client: ProbeClient, machine: Machine) -> Machine:
     source = random.Random()
-    most = max(1, (door.longest - 1) // 2)
+    most = max(1, (client.longest - 1) // 2)
     lengths = sorted({min(length, most) for length in LENGTHS})
     if len(lengths) < 2:
-        raise ConfigError(f"a context of {door.longest} tokens is too short for probes", param="probe")
+        raise ConfigError(f"a context of {client.longest} tokens is too short for probes", param="probe")
     firsts: dict[int, list[float]] = {length: [] for length in lengths}
     steps: list[float] = []
     for _ in range(1 + ROUNDS):
         for length in lengths:
-            answered = await door.ask(_prompt(source, length), min(TOKENS, most))
+            answered = await client.ask(_prompt(source, length), min(TOKENS, most))
             firsts[length].append(answered.first_s)
             steps.append(answered.between_s)
     alone_s = {length: median(times[1:]) for length, times in firsts.items()}
     overhead_s, rate = fitted(alone_s, machine)
-    together = await asyncio.gather(*(door.ask(_prompt(source, lengths[0]), min(TOKENS, most)) for _ in range(STREAMS)))
+    together = await asyncio.gather(
+        *(client.ask(_prompt(source, lengths[0]), min(TOKENS, most)) for _ in range(STREAMS))
+    )
     one_s, all_s = median(steps[len(lengths) :]), mean(each.between_s for each in together)
     stream_s = max(0.0, all_s - one_s) / (STREAMS - 1)
-    beside_s = await _beside_s(door, source, lengths[-1], min(BESIDE_TOKENS, most))
+    beside_s = await _beside_s(client, source, lengths[-1], min(BESIDE_TOKENS, most))
     return replace(
         machine,
         overhead_s=overhead_s,
@@ -147,18 +149,18 @@ def fitted(alone_s: dict[int, float], machine: Machine) -> tuple[float, float]:
 
 def share(alone_s: float, beside_s: float, overhead_s: float) -> float:
     """Return the share of its speed that a prompt keeps beside streams."""
-    kept = max(LEAST_SHARE, (alone_s - overhead_s) / max(1e-6, beside_s - overhead_s))
+    kept = max(MIN_SHARE, (alone_s - overhead_s) / max(1e-6, beside_s - overhead_s))
     return kept if kept < OWN else 1.0
 
 
-async def _beside_s(door: ProbeClient, source: random.Random, length: int, tokens: int) -> float:
+async def _beside_s(client: ProbeClient, source: random.Random, length: int, tokens: int) -> float:
     """Return the seconds to the first token of such a prompt beside a stream: the median of ROUNDS."""
     found = []
     for _ in range(ROUNDS):
-        stream = asyncio.create_task(door.ask(_prompt(source, 16), tokens))
+        stream = asyncio.create_task(client.ask(_prompt(source, 16), tokens))
         try:
             await asyncio.sleep(0.2)
-            found.append((await door.ask(_prompt(source, length), 1 + (length > 1))).first_s)
+            found.append((await client.ask(_prompt(source, length), 1 + (length > 1))).first_s)
         finally:
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)

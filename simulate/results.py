@@ -41,7 +41,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of one policy on one trace; patient requests count in `requests`, `hit_rate`, `imbalance` and `failed`.
+    """Results of one policy on one trace.
+
+    Background requests count in `requests`, `hit_rate`, `imbalance` and `failed`.
 
     ttft_s, itl_s   percentiles (50, 90, 99) in seconds; a request's itl_s is the mean time between its tokens
     goodput         requests that met the goal, per second of arrivals
@@ -94,7 +96,7 @@ def media_figures(pools: Sequence[EncodePool], seconds: float) -> MediaFigures |
 def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:
     """Return the results of at least one run; all runs must have ended."""
     done = [run for run in runs if not run.failed]
-    awaited = [run for run in runs if not run.ask.patient] or runs
+    awaited = [run for run in runs if not run.ask.background] or runs
     served = [run for run in awaited if not run.failed]
     first = _percentiles([run.ttft_s for run in served])
     between = _percentiles([run.itl_s for run in served if run.ask.output_len > 1])

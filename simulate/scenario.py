@@ -30,7 +30,7 @@ class Scenario:
     after       number of an earlier request, for a client that waits for its answer; -1: none
     session     key that a client would send for session affinity
     tool        name of the tool that its output calls; empty: none
-    patient     nobody waits for it, as for a batch's rows: it gives way to requests with targets
+    background  nobody waits for it, as for a batch's rows: it gives way to requests with targets
     media       pictures and clips of its prompt"""
 
     number: int
@@ -42,7 +42,7 @@ class Scenario:
     session: str = ""
     model: str = "m"
     tool: str = ""
-    patient: bool = False
+    background: bool = False
     media: tuple[Medium, ...] = ()
 
     @property

@@ -20,7 +20,7 @@ class WithoutSessions:
     def rest(self, cache_use: CacheUse, block_ids: Sequence[int]) -> None:
         """Do nothing."""
 
-    def leave_first(self, block_ids: Sequence[int]) -> None:
+    def evict_first(self, block_ids: Sequence[int]) -> None:
         """Do nothing."""
 
     def pause(self, request_id: str, reason: Pause, tools: int = 0) -> None:
@@ -29,7 +29,7 @@ class WithoutSessions:
     def close(self, session: str) -> None:
         """Do nothing."""
 
-    def bare(self, block_id: int) -> None:
+    def became_leaf(self, block_id: int) -> None:
         """Do nothing."""
 
     def check(self, block_id: int, *, leaf: bool) -> None:

@@ -42,7 +42,7 @@ class Streams:
             self.context -= run.length
         heapify(self._ends)
 
-    def go_on(self, steps: float) -> None:
+    def advance(self, steps: float) -> None:
         """Advance all streams by `steps` steps."""
         self.steps += steps
         self.context += steps * len(self._ends)

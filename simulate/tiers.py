@@ -110,13 +110,13 @@ class Tiers:
         for tier in self._tiers:
             tier.write(hashes)
 
-    def bring(self, run: Run, memory: Memory, seated: bool, go_on: Callable[[], None]) -> None:
-        """Read the prompt's blocks into the pool, then call `go_on`.
+    def bring(self, run: Run, memory: Memory, has_blocks: bool, done: Callable[[], None]) -> None:
+        """Read the prompt's blocks into the pool, then call `done`.
 
-        It is called at once if no read pays or the pool has no free blocks. seated: the run already has blocks in the
-        pool, into which they are read."""
+        It is called at once if no read pays or the pool has no free blocks. has_blocks: the run already has blocks in
+        the pool, into which they are read."""
         if not self._tiers:
-            go_on()
+            done()
             return
         size = self.machine.block_size
         hashes = run.ask.hashes[: (run.length - 1) // size]
@@ -127,11 +127,11 @@ class Tiers:
             if upto > here and seconds < (upto - here) * size / self.machine.prefill_tokens_per_s:
                 break
         else:
-            go_on()
+            done()
             return
-        owner = run if seated else ("read", run)
-        if not seated and memory.take(owner, hashes[:upto], upto, keep=memory.num_blocks // COPY_KEPT) is None:
-            go_on()
+        owner = run if has_blocks else ("read", run)
+        if not has_blocks and memory.take(owner, hashes[:upto], upto, keep=memory.num_blocks // COPY_KEPT) is None:
+            done()
             return
         tier.read(hashes[:upto], upto - here, self.clock.now)
         self.reading[run] = read = next(self._reads)
@@ -140,17 +140,17 @@ class Tiers:
             if self.reading.get(run) == read:
                 del self.reading[run]
                 memory.fill(owner, hashes[:upto])
-                if not seated:
-                    memory.give(owner)
+                if not has_blocks:
+                    memory.release_owner(owner)
                 self.write(hashes[:upto])
-                self.bring(run, memory, seated, go_on)
+                self.bring(run, memory, has_blocks, done)
 
         self.clock.soon(seconds, came)
 
     def drop(self, run: Run, memory: Memory) -> None:
         """Cancel a run's read."""
         if self.reading.pop(run, None) is not None:
-            memory.give(("read", run))
+            memory.release_owner(("read", run))
 
     def die(self) -> None:
         """Lose the host tier; the disk tier stays for the next process."""

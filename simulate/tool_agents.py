@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked, Writer
+from kvferry.simulate.trace_writer import TraceParams, Writer
 
 
 class Tool(NamedTuple):
@@ -25,7 +25,7 @@ TOOLS = (
 )  # fmt: skip
 
 
-def tool_agents(asked: Asked) -> list[Scenario]:
+def tool_agents(asked: TraceParams) -> list[Scenario]:
     """Return a trace of agents of 12 applications, whose only tool takes 1 to 60 s, beside requests that come once.
 
     A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, 90 s later on average. Three
@@ -33,7 +33,7 @@ def tool_agents(asked: Asked) -> list[Scenario]:
     return _tool_agents(Writer(asked, "tool-agents"), ONE_TOOL)
 
 
-def several_tools(asked: Asked) -> list[Scenario]:
+def several_tools(asked: TraceParams) -> list[Scenario]:
     """Return a trace of the same agents with six tools, from reading a file to building a program."""
     return _tool_agents(Writer(asked, "several-tools"), TOOLS)
 
@@ -48,7 +48,7 @@ def _tool_agents(writer: Writer, tools: Sequence[Tool]) -> list[Scenario]:
     last = max(ask.at for ask in writer.trace if ask.after < 0)
     for _ in range(once):
         prompt = (f"once{len(writer.trace)}", writer.length(2500))
-        writer.ask(writer.rng.random() * last, [prompt], writer.length(200))
+        writer.request(writer.rng.random() * last, [prompt], writer.length(200))
     return writer.trace
 
 
@@ -59,11 +59,11 @@ def _agent(writer: Writer, at: float, tools: Sequence[Tool]) -> None:
         for _ in range(rng.randint(4, 20)):
             number = len(writer.trace)
             (tool,) = rng.choices(tools, [each.share for each in tools]) if len(tools) > 1 else tools
-            call = writer.ask(at, context, writer.length(90), after=after, session=session, tool=tool.name)
+            call = writer.request(at, context, writer.length(90), after=after, session=session, tool=tool.name)
             context += [call, (f"{session}result{number}", writer.length(700))]
             after, at = number, min(60.0, max(1.0, rng.lognormvariate(tool.log_s, tool.spread)))
         number = len(writer.trace)
-        answer = writer.ask(at, context, writer.length(250), after=after, session=session)
+        answer = writer.request(at, context, writer.length(250), after=after, session=session)
         if rng.random() < 0.6:
             return
         context += [answer, (f"{session}more{number}", writer.length(80))]

@@ -35,7 +35,7 @@ def hashes_of(pieces: Sequence[Piece], block_size: int) -> tuple[bytes, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TraceParams:
     """Parameters of a workload: number of requests, arrivals per second, seed and block size. Raises ConfigError."""
 
     count: int
@@ -51,7 +51,7 @@ class Asked:
 class Writer:
     """Collects a trace, with random times and lengths."""
 
-    def __init__(self, asked: Asked, name: str) -> None:
+    def __init__(self, asked: TraceParams, name: str) -> None:
         self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
         self.trace: list[Scenario] = []
 
@@ -71,7 +71,7 @@ class Writer:
         """Draw a log-normal text length."""
         return max(least, int(self.rng.lognormvariate(0.0, spread) * median))
 
-    def ask(
+    def request(
         self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "",
         tool: str = "", media: Collection[str] = (),
     ) -> Piece:  # fmt: skip
@@ -88,7 +88,7 @@ class Writer:
         self.trace.append(Scenario(number, at, length, output, hashes, after, name, tool=tool, media=shown))
         return said
 
-    def talk(
+    def conversation(
         self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float,
         media: Collection[str] = (),
     ) -> None:  # fmt: skip
@@ -97,6 +97,6 @@ class Writer:
         for turn in range(turns):
             context.append((f"{session}t{turn}", self.length(said)))
             number = len(self.trace)
-            answer = self.ask(at, context, self.length(output, least=4), after=after, session=session, media=media)
+            answer = self.request(at, context, self.length(output, least=4), after=after, session=session, media=media)
             context.append(answer)
             at, after = self.rng.expovariate(1 / pause_s), number

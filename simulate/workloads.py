@@ -7,33 +7,33 @@ from dataclasses import replace
 
 from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.tool_agents import several_tools, tool_agents
-from kvferry.simulate.trace_writer import Asked, Writer
+from kvferry.simulate.trace_writer import TraceParams, Writer
 
 PICTURE_TOKENS = (256, 640, 1280)
 """Tokens that stand for a picture."""
 
 
-def low_sharing(asked: Asked) -> list[Scenario]:
+def low_sharing(asked: TraceParams) -> list[Scenario]:
     """Return a trace of prompts that share no prefix."""
     writer = Writer(asked, "low")
     for at in writer.times(asked.rate):
         if writer.full:
             return writer.trace
-        writer.ask(at, [(f"p{len(writer.trace)}", writer.length(1500))], writer.length(200))
+        writer.request(at, [(f"p{len(writer.trace)}", writer.length(1500))], writer.length(200))
     return writer.trace
 
 
-def hot_prefix(asked: Asked) -> list[Scenario]:
+def hot_prefix(asked: TraceParams) -> list[Scenario]:
     """Return a trace in which all prompts share one long system prompt."""
     writer = Writer(asked, "hot")
     for at in writer.times(asked.rate):
         if writer.full:
             return writer.trace
-        writer.ask(at, [("system", 6000), (f"p{len(writer.trace)}", writer.length(400))], writer.length(150))
+        writer.request(at, [("system", 6000), (f"p{len(writer.trace)}", writer.length(400))], writer.length(150))
     return writer.trace
 
 
-def many_prefixes(asked: Asked) -> list[Scenario]:
+def many_prefixes(asked: TraceParams) -> list[Scenario]:
     """Return a trace with hundreds of long prefixes of different popularity, more than a node can hold."""
     writer = Writer(asked, "many")
     names = range(400)
@@ -42,44 +42,44 @@ def many_prefixes(asked: Asked) -> list[Scenario]:
         if writer.full:
             return writer.trace
         (name,) = writer.rng.choices(names, weights)
-        writer.ask(at, [(f"x{name}", 6016), (f"p{len(writer.trace)}", writer.length(300))], writer.length(100))
+        writer.request(at, [(f"x{name}", 6016), (f"p{len(writer.trace)}", writer.length(300))], writer.length(100))
     return writer.trace
 
 
-def chat(asked: Asked) -> list[Scenario]:
+def chat(asked: TraceParams) -> list[Scenario]:
     """Return a trace of conversations of several turns, from a few applications."""
-    return _talks(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
+    return _conversations(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
 
 
-def agents(asked: Asked) -> list[Scenario]:
+def agents(asked: TraceParams) -> list[Scenario]:
     """Return a trace of tool-call loops: long tool results, short outputs, short pauses."""
-    return _talks(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
+    return _conversations(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
 
 
-def _talks(
-    asked: Asked, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
+def _conversations(
+    asked: TraceParams, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
 ) -> list[Scenario]:
     writer = Writer(asked, name)
     for at in writer.times(asked.rate / turns):
         if writer.full:
             break
         system = (f"app{writer.rng.randrange(first[0])}", first[1])
-        writer.talk(at, [system], writer.rng.randint(turns // 2, turns + turns // 2), said, output, pause_s)
+        writer.conversation(at, [system], writer.rng.randint(turns // 2, turns + turns // 2), said, output, pause_s)
     return writer.trace
 
 
-def bursts(asked: Asked) -> list[Scenario]:
+def bursts(asked: TraceParams) -> list[Scenario]:
     """Return a trace in which two of ten seconds have six tenths of the requests; requests share prefixes."""
     writer = Writer(asked, "bursts")
     now = 0.0
     while not writer.full:
         now += writer.rng.expovariate(asked.rate * (3.0 if now % 10 < 2 else 0.5))
         prefix = f"b{writer.rng.randrange(30)}"
-        writer.ask(now, [(prefix, 2048), (f"p{len(writer.trace)}", writer.length(800))], writer.length(150))
+        writer.request(now, [(prefix, 2048), (f"p{len(writer.trace)}", writer.length(800))], writer.length(150))
     return writer.trace
 
 
-def documents(asked: Asked) -> list[Scenario]:
+def documents(asked: TraceParams) -> list[Scenario]:
     """Return a trace of long documents, with a few questions about each within a minute."""
     writer = Writer(asked, "documents")
     questions = 4
@@ -88,14 +88,14 @@ def documents(asked: Asked) -> list[Scenario]:
             break
         name, length = f"d{len(writer.trace)}", min(writer.length(24_000, 0.5), 80_000)
         for _ in range(questions):
-            writer.ask(
+            writer.request(
                 at, [(name, length), (f"q{len(writer.trace)}", writer.length(60))], writer.length(200), session=name
             )
             at += writer.rng.expovariate(1 / 15)
     return sorted(writer.trace, key=lambda ask: ask.at)
 
 
-def pictures(asked: Asked) -> list[Scenario]:
+def pictures(asked: TraceParams) -> list[Scenario]:
     """Return a trace of chats about pictures: half of them are new, the others of different popularity."""
     writer, turns = Writer(asked, "pictures"), 2
     names = range(300)
@@ -109,16 +109,16 @@ def pictures(asked: Asked) -> list[Scenario]:
             (f"u{len(writer.trace)}", writer.length(100)),
             (name, PICTURE_TOKENS[len(name) % len(PICTURE_TOKENS)]),
         ]
-        writer.talk(at, context, writer.rng.randint(1, 2 * turns - 1), 60, 120, 10.0, media=(name,))
+        writer.conversation(at, context, writer.rng.randint(1, 2 * turns - 1), 60, 120, 10.0, media=(name,))
     return writer.trace
 
 
-def batch_rows(asked: Asked) -> list[Scenario]:
+def batch_rows(asked: TraceParams) -> list[Scenario]:
     """Return a trace of prompts that share no prefix; half of them are a batch's rows, for which nobody waits."""
-    return [replace(ask, patient=ask.number % 2 > 0) for ask in low_sharing(asked)]
+    return [replace(ask, background=ask.number % 2 > 0) for ask in low_sharing(asked)]
 
 
-def mixed_models(asked: Asked) -> list[Scenario]:
+def mixed_models(asked: TraceParams) -> list[Scenario]:
     """Return a trace for two models on separate nodes: agents for one, unshared prompts for the other."""
     half = replace(asked, count=-(-asked.count // 2))
     first = agents(replace(half, rate=asked.rate * 0.7))
@@ -127,7 +127,7 @@ def mixed_models(asked: Asked) -> list[Scenario]:
     return first + [replace(ask, number=ask.number + moved, session=f"n{ask.session}") for ask in others]
 
 
-WORKLOADS: Mapping[str, Callable[[Asked], list[Scenario]]] = {
+WORKLOADS: Mapping[str, Callable[[TraceParams], list[Scenario]]] = {
     "low-sharing": low_sharing,
     "hot-prefix": hot_prefix,
     "many-prefixes": many_prefixes,

@@ -11,7 +11,7 @@ from kvferry.placement.costs import HANDOFF_S
 from kvferry.placement.pairs import CHUNK_TOKENS
 from kvferry.protocol.errors import ContextLengthExceeded, Overloaded
 from kvferry.protocol.layout import blocks_for
-from kvferry.simulate.clock import Clock, Deed
+from kvferry.simulate.clock import Action, Clock
 from kvferry.simulate.fleet import Fleet, Shape
 from kvferry.simulate.node import Node, Run
 from kvferry.simulate.policy import Policy
@@ -51,12 +51,12 @@ class World:
         self.fleet, self.policy = Fleet(shape, self.clock), policy
         self.trace, self.losses, self._pace = trace, losses, pace
         self.runs: list[Run] = []
-        self._left = len(trace)
+        self._unfinished = len(trace)
         self._waiting: deque[Run] = deque()
-        self._patient: deque[Run] = deque()
-        self._gave_way: list[Run] = []
+        self._background: deque[Run] = deque()
+        self._displaced: list[Run] = []
         self._after: dict[int, list[Scenario]] = {}
-        self._pumping = False
+        self._placing = False
 
     async def play(self) -> None:
         """Run until every request has ended."""
@@ -74,42 +74,42 @@ class World:
         clock.soon(0.0, self.fleet.beat)
         clock.soon(0.0, self.fleet.flush)
         clock.soon(POLL_S, self._poll)
-        await clock.run(lambda: not self._left)
+        await clock.run(lambda: not self._unfinished)
 
     async def _poll(self) -> None:
         await self.policy.poll()
         self.clock.soon(POLL_S, self._poll)
-        await self._pump()
+        await self._place_waiting()
 
-    def _arrival(self, ask: Scenario) -> Deed:
+    def _arrival(self, ask: Scenario) -> Action:
         async def arrive() -> None:
             run = Run(ask, self.clock.now)
             self.runs.append(run)
-            (self._patient if ask.patient else self._waiting).append(run)
-            await self._pump()
+            (self._background if ask.background else self._waiting).append(run)
+            await self._place_waiting()
 
         return arrive
 
-    async def _pump(self) -> None:
-        """Place requests that wait at the router, in order, while the policy places them; patient ones last."""
-        if self._pumping:
+    async def _place_waiting(self) -> None:
+        """Place requests that wait at the router, in order, while the policy places them; background ones last."""
+        if self._placing:
             return
-        self._pumping = True
+        self._placing = True
         while self._waiting and await self._placed(self._waiting[0]):
             self._waiting.popleft()
         if not self._waiting:
-            await self._pump_patient()
-        self._pumping = False
+            await self._place_background()
+        self._placing = False
 
-    async def _pump_patient(self) -> None:
-        """Place patient requests: first those that gave way or have been tried."""
-        for run in list(self._gave_way):
+    async def _place_background(self) -> None:
+        """Place background requests: first those that gave way or have been tried."""
+        for run in list(self._displaced):
             if await self._placed(run):
-                self._gave_way.remove(run)
-        while self._patient and not self._gave_way:
-            run = self._patient.popleft()
+                self._displaced.remove(run)
+        while self._background and not self._displaced:
+            run = self._background.popleft()
             if not await self._placed(run):
-                self._gave_way.append(run)
+                self._displaced.append(run)
 
     async def _placed(self, run: Run) -> bool:
         """Place a request, and launch it or let it fail; return False if it has to wait."""
@@ -121,8 +121,8 @@ class World:
             return True
         finally:
             for other in self.policy.displaced():
-                self._leave(other)
-                self._gave_way.append(other)
+                self._end_attempt(other)
+                self._displaced.append(other)
         if choice is None:
             return False
         run.prefill, run.decode = choice
@@ -152,7 +152,7 @@ class World:
             if run.attempt != attempt:
                 return
             if prefill is not None:
-                prefill.give(run)
+                prefill.release(run)
             decode.keep(run, run.ask.hashes[: (run.length - 1) // decode.machine.block_size])
             self.policy.decoding(run)
             left = run.ask.output_len - run.delivered
@@ -203,18 +203,18 @@ class World:
         decode.keep(run, run.ask.hashes)
         if prefill is not None and prefill.alive:
             prefill.copy(run, run.ask.hashes)
-        decode.give(run)
+        decode.release(run)
         self.policy.ended(run)
         self._end(run)
 
     def _end(self, run: Run) -> None:
-        self._left -= 1
+        self._unfinished -= 1
         if self._pace:
-            self._pace.left(self._left)
+            self._pace.report(self._unfinished)
         for ask in self._after.pop(run.ask.number, ()):
             self.clock.soon(ask.at, self._arrival(ask))
-        if self._waiting or self._patient or self._gave_way:
-            self.clock.soon(0.0, self._pump)
+        if self._waiting or self._background or self._displaced:
+            self.clock.soon(0.0, self._place_waiting)
 
     def _lose(self, loss: Loss) -> None:
         """Kill a node; its requests start again elsewhere, behind their delivered tokens."""
@@ -226,19 +226,19 @@ class World:
         for run in dict.fromkeys([*gone, *under_way]):
             self._begin_again(run, node)
         self.clock.soon(loss.back_s, node.live)
-        self.clock.soon(0.0, self._pump)
+        self.clock.soon(0.0, self._place_waiting)
 
     def _begin_again(self, run: Run, lost: Node) -> None:
         if run.prefill is lost and run.decode is not None and run in run.decode.streams:
             return
         self.policy.ended(run)
-        self._leave(run)
-        if run.ask.patient:
-            self._gave_way.append(run)
+        self._end_attempt(run)
+        if run.ask.background:
+            self._displaced.append(run)
         else:
             self._waiting.appendleft(run)
 
-    def _leave(self, run: Run) -> None:
+    def _end_attempt(self, run: Run) -> None:
         """End an attempt on its nodes, also on a dead one: it may have got a grant meanwhile."""
         for node in (run.prefill, run.decode):
             if node is not None:

@@ -22,7 +22,7 @@ from kvferry.speech_worker.assembly import SpeechParts
 from kvferry.speech_worker.service import SpeechService
 from kvferry.speech_worker.vitals import SpeechVitals
 from kvferry.worker.media_routes import MediaRoutes
-from kvferry.worker.membership import LAST_WORD_S, Membership
+from kvferry.worker.membership import WITHDRAW_S, Membership
 from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.pool_memory import GIB
 from kvferry.worker.scaling_signals import WAIT_S, decode_pressure
@@ -64,11 +64,11 @@ class SpeechRuntime:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self.broken.set)
 
-        def last_resort(fault: str) -> None:
+        def force_exit(fault: str) -> None:
             log.critical("%s exits at once: %s", address.node_id, fault)
             die()
 
-        self._watchdog = Watchdog(self.vitals, on_fault, last_resort, of_process=True)
+        self._watchdog = Watchdog(self.vitals, on_fault, force_exit, of_process=True)
         parts.model.loop.start()
         self._clock.start()
         self._watchdog.start()
@@ -134,7 +134,7 @@ class SpeechRuntime:
         The last node of its model first continues to serve until another is ready, unless it is being restarted."""
         may_wait = stop.patience(self._settings.drain_timeout)
         if not self._settings.respawned:
-            await self.membership.relief(lambda: may_wait() and self._streams.followed)
+            await self.membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)
         self.draining = True
         log.info("%s drains", self._address.node_id)
         if not stop.hurry.is_set():
@@ -152,7 +152,7 @@ class SpeechRuntime:
     async def abandon(self) -> None:
         """Withdraw the lease, if Redis answers at once, after a thread has ended or hangs."""
         log.critical("%s exits at once: %s", self._address.node_id, self.fault)
-        await self.membership.leave(LAST_WORD_S)
+        await self.membership.leave(WITHDRAW_S)
 
     def set_gauges(self) -> None:
         """Set the gauges of load and scaling, and count the tokens since the last call."""

@@ -5,25 +5,25 @@ from __future__ import annotations
 from kvferry.engine.speech.loop import SpeechLoop
 from kvferry.protocol.messages import Pulse
 from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, held_up_s
-from kvferry.worker.watchdog import LOOP_S, Watched
+from kvferry.worker.watchdog import LOOP_S, WatchedThread
 
 ENGINE_S = 60.0
 """Seconds without progress after which the engine counts as hanging; an encoder layer takes seconds on a CPU."""
 
 
 class SpeechVitals:
-    """Progress of the engine thread and the asyncio loop. Implements `worker.watchdog.Vitals`."""
+    """Progress of the engine thread and the asyncio loop. Implements `worker.watchdog.Liveness`."""
 
     def __init__(self, engine: SpeechLoop, loop: LoopClock) -> None:
         self._engine, self._clock = engine, SuspendAwareClock()
-        self._of_engine = Watched(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id))
-        self._of_loop = Watched(lambda: loop.ticks)
+        self._of_engine = WatchedThread(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id))
+        self._of_loop = WatchedThread(lambda: loop.ticks)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check both threads once."""
         self._clock.tick()
         for each in (self._of_engine, self._of_loop):
-            each.look(self._clock.now())
+            each.check(self._clock.now())
 
     @property
     def pulse(self) -> Pulse:

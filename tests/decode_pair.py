@@ -50,7 +50,7 @@ class Both:
     def frozen_once_it_stands(self) -> Iterator[threading.Event]:
         """The target's link, from when a stream of the source stands still on; the event tells that it does."""
         moving, stands = self.source.decode.engine.moving, threading.Event()
-        stand = moving.stand
+        stand = moving.snapshot
         with contextlib.ExitStack() as frozen:
 
             def standing(transfer: int) -> Any:
@@ -60,7 +60,7 @@ class Both:
                     stands.set()
                 return stood
 
-            moving.stand = standing  # type: ignore[method-assign]
+            moving.snapshot = standing  # type: ignore[method-assign]
             yield stands
 
     async def finished(self, job: Job) -> None:

@@ -14,7 +14,7 @@ from kvferry.protocol.errors import ConfigError
 
 def require_batch_invariance(model: Model) -> None:
     """Raise ConfigError unless every operation gives a token the same bits in every batch."""
-    dims, led = sorted(model.info.head_dims), isinstance(model, ShardedModel)
+    dims, sharded = sorted(model.info.head_dims), isinstance(model, ShardedModel)
     model = model.own.decoder if isinstance(model, ShardedModel) else model
     if not isinstance(model, Decoder):
         reason = "a model of kvferry's own decoder, not of transformers (--model-impl kvferry)"
@@ -28,7 +28,7 @@ def require_batch_invariance(model: Model) -> None:
         reason = "a family without alternating updates"
     elif model.info.state_floats:
         reason = "attention in all layers: a recurrent layer's sums depend on how a prompt is divided into steps"
-    elif led and model.config.family.wide_qk_norm:
+    elif sharded and model.config.family.wide_qk_norm:
         reason = "norms of q and k within heads, or --tensor-parallel-size 1"
     elif not all(isinstance(own_part(linear), PackedLinear) for linear in model.dense_layers()):
         reason = "an even input width of every dense layer"

@@ -24,7 +24,7 @@ from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
-SHUN_S = 5.0
+BACKOFF_S = 5.0
 """Seconds for which no fetch goes to a node that was late or lost, or that sent corrupt blocks."""
 OUTCOMES: tuple[tuple[type[KvferryError], str], ...] = (
     (NotFound, "lacking"),
@@ -44,10 +44,10 @@ class BlockFetches:
     kind: class of the supplies."""
 
     def __init__(
-        self, base: Base, arrivals: GrantDispatch, asker: FetchClient, kind: type[Supply | EmbeddingSupply]
+        self, base: Base, arrivals: GrantDispatch, client: FetchClient, kind: type[Supply | EmbeddingSupply]
     ) -> None:
-        self._base, self._arrivals, self._asker = base, arrivals, asker
-        self._shunned: dict[DecodeTarget, float] = {}
+        self._base, self._arrivals, self._client = base, arrivals, client
+        self._backoffs: dict[DecodeTarget, float] = {}
         arrivals.take(kind, self)
 
     # On the engine thread.
@@ -64,16 +64,16 @@ class BlockFetches:
         """End a fetch that failed, if it is still open."""
         raise NotImplementedError
 
-    def _shuns(self, node: DecodeTarget) -> bool:
-        return self._shunned.get(node, 0.0) > time.monotonic()
+    def _is_paused(self, node: DecodeTarget) -> bool:
+        return self._backoffs.get(node, 0.0) > time.monotonic()
 
-    def _blame(self, node: DecodeTarget, error: KvferryError) -> str:
-        """Pause fetches from a node for SHUN_S if it caused the failure of one; return the fetch's metric label."""
+    def _record_failure(self, node: DecodeTarget, error: KvferryError) -> str:
+        """Pause fetches from a node for BACKOFF_S if it caused the failure of one; return the fetch's metric label."""
         outcome = next(name for kind, name in OUTCOMES if isinstance(error, kind))
         if outcome in NODE_FAULTS:
             now = time.monotonic()
-            self._shunned = {each: until for each, until in self._shunned.items() if until > now}
-            self._shunned[node] = now + SHUN_S
+            self._backoffs = {each: until for each, until in self._backoffs.items() if until > now}
+            self._backoffs[node] = now + BACKOFF_S
         return outcome
 
     def _grant(self, engine: Engine, key: TransferKey, supply: Supply | EmbeddingSupply) -> None:
@@ -90,20 +90,20 @@ class BlockFetches:
 
     def reserve(self, key: TransferKey, asked: Asked) -> None:
         assert isinstance(asked, Supply | EmbeddingSupply)
-        if self._asker.supplied(key, asked):
+        if self._client.supplied(key, asked):
             self._base.engine.submit(lambda engine: self._grant(engine, key, asked))
         else:
             self._arrivals.refuse(key, Cancelled("these blocks are not wanted"))
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
-        number, fetches = self._asker.ended(key), self._base.metrics.fetches
+        number, fetches = self._client.ended(key), self._base.metrics.fetches
         fetches.blocks["fetched"].inc(commit.block_count)
         fetches.bytes["fetched"].inc(commit.block_count * self._base.parts.layout.block_bytes)
         self._base.engine.submit(lambda engine: self._landed(engine, key, number))
 
     def failed(self, key: TransferKey, error: KvferryError) -> None:
         """End the fetch; its blocks stay held until `quiet` (nothing writes them any more)."""
-        number = self._asker.ended(key)
+        number = self._client.ended(key)
         if number is not None:
             self.unsupplied(number, error)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.protocol.layout import KVLayout
-from kvferry.worker.device_copies import Beside
+from kvferry.worker.device_copies import CopyStream
 from kvferry.worker.shared_rows import SharedRows
 
 STAGED = 32 << 20
@@ -71,7 +71,7 @@ class Segments:
     def __init__(self, kv: torch.Tensor, layout: KVLayout, rank: int, ranks: int) -> None:
         self.part = RankPart.of(layout, rank, ranks)
         self._own = kv.view(torch.uint8).view(len(kv), self.part.planes, -1)
-        self._beside = Beside(kv.device)
+        self._copy_stream = CopyStream(kv.device)
         self._staged = self._own.new_empty(0)
 
     def move(self, move: Move, rows: SharedRows) -> None:
@@ -95,13 +95,13 @@ class Segments:
     def take(self, blocks: Sequence[int]) -> torch.Tensor:
         """Return the blocks' parts in host memory, uint8 [count, planes, plane_bytes], valid until the next call."""
         staged = self.room(len(blocks))
-        with self._beside():
+        with self._copy_stream():
             staged.copy_(self._own[self._index(blocks)], non_blocking=True)
         return staged
 
     def bring(self, staged: torch.Tensor, blocks: Sequence[int]) -> None:
         """Copy parts in host memory, as `take` returns them, into the blocks."""
-        with self._beside():
+        with self._copy_stream():
             self._own.index_copy_(0, self._index(blocks), staged.to(self._own.device, non_blocking=True))
 
     def room(self, count: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 
-class Beside:
+class CopyStream:
     """Context manager that runs copies on a CUDA stream of the calling thread, beside the engine's stream.
 
     It does not wait for other streams. On a CPU it does nothing."""
@@ -45,7 +45,7 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device, block_bytes: int) -> None:
         self._device, self._block_bytes = device, block_bytes
-        self._beside = Beside(device)
+        self._copy_stream = CopyStream(device)
 
     def room(self, blocks: int) -> Sequence[np.ndarray]:
         """Allocate host memory for `blocks` blocks. Raises MemoryError.
@@ -65,6 +65,6 @@ class DeviceCopies:
         self._copy([torch.from_numpy(row) for row in rows], blocks)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        with self._beside():
+        with self._copy_stream():
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)

@@ -10,7 +10,7 @@ import torch
 from kvferry.engine.models.base import Model
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.engine.ranks.group import Group
-from kvferry.engine.ranks.meeting import FileMeeting, Meeting
+from kvferry.engine.ranks.rendezvous import FileRendezvous, Rendezvous
 from kvferry.engine.ranks.sharded_model import ShardedModel
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
@@ -32,13 +32,13 @@ class DeviceRanks(Ranks):
         super().__init__(settings, device)
         self._moves.close_inherited()
 
-    def lead(self, model: Model) -> ShardedModel:
+    def wait_loaded(self, model: Model) -> ShardedModel:
         """Wait for all ranks to load their shards, then connect the device group. Raises ConfigError."""
-        led = super().lead(model)
+        sharded = super().wait_loaded(model)
         # All have loaded: connect has a deadline that loading could exceed.
-        self._told(self._meeting.where)
-        self._joined.connect(self._meeting.where)
-        return led
+        self._broadcast(self._rendezvous.where)
+        self._joined.connect(self._rendezvous.where)
+        return sharded
 
     def available(self, layout: KVLayout, beside: int) -> float:
         """Return the bytes available to whole blocks, limited by the rank with the least memory.
@@ -52,7 +52,7 @@ class DeviceRanks(Ranks):
         """Make this rank's own pool, and let the other ranks make theirs. Raises ConfigError."""
         ranks = self._joined.ranks
         kv = make_pool(layout.of_rank(ranks), blocks, self.device)
-        self._told(pickle.dumps((layout, blocks)))
+        self._broadcast(pickle.dumps((layout, blocks)))
         rows = SharedRows(self._pool_fd, layout.block_bytes)
         own, first = Segments(kv, layout, 0, ranks), self._settings.ranks_per_host
         remote = [RemotePart(RankPart.of(layout, rank, ranks), self._moves, rank - 1) for rank in range(first, ranks)]
@@ -67,13 +67,13 @@ class DeviceRanks(Ranks):
 
     def _group(self, memory: RankMemory) -> Group:
         self._moves = self._channels(MOVES)
-        self._meeting = self._met()
-        self._joined = DeviceGroup(0, self._settings.tensor_parallel_size, self.device, self._meeting)
+        self._rendezvous = self._make_rendezvous()
+        self._joined = DeviceGroup(0, self._settings.tensor_parallel_size, self.device, self._rendezvous)
         return self._joined
 
-    def _met(self) -> Meeting:
+    def _make_rendezvous(self) -> Rendezvous:
         """Return the rendezvous of the device groups of all ranks."""
-        return FileMeeting(os.memfd_create("meeting", os.MFD_CLOEXEC))
+        return FileRendezvous(os.memfd_create("meeting", os.MFD_CLOEXEC))
 
-    def _given(self, rank: int) -> tuple[int, ...]:
-        return (*super()._given(rank), self._moves.descriptor(rank - 1), *self._meeting.inherited)
+    def _inherited_fds(self, rank: int) -> tuple[int, ...]:
+        return (*super()._inherited_fds(rank), self._moves.descriptor(rank - 1), *self._rendezvous.inherited)

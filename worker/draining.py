@@ -12,9 +12,9 @@ from kvferry.protocol.errors import Draining
 
 log = logging.getLogger("kvferry.worker")
 
-LOOK_S = 0.05
+CHECK_S = 0.05
 """Seconds between two checks of whether requests still run."""
-GIVE_UP_S = 1.0
+DROP_TIMEOUT_S = 1.0
 """Maximum time for the engine to drop its requests, in seconds, since its step may hang."""
 
 
@@ -24,23 +24,23 @@ async def finish_requests(engine: EngineLoop, busy: Callable[[], bool], may_wait
     Their routers are notified before the node leaves the cluster, and recover the requests on other nodes. They would
     otherwise take the end of the process for a crash, and suspect its requests of having caused it."""
     while busy() and may_wait():  # noqa: ASYNC110 - no event reports it
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_S)
     if not busy():
         return
     loop = asyncio.get_running_loop()
-    given_up: asyncio.Future[int] = loop.create_future()
+    dropped: asyncio.Future[int] = loop.create_future()
 
-    def told(count: int) -> None:
-        if not given_up.done():
-            given_up.set_result(count)
+    def report(count: int) -> None:
+        if not dropped.done():
+            dropped.set_result(count)
 
     def drop(engine: Engine) -> None:
-        loop.call_soon_threadsafe(told, _drop_all(engine))
+        loop.call_soon_threadsafe(report, _drop_all(engine))
 
-    engine.give_up(drop)
-    await asyncio.wait({given_up}, timeout=GIVE_UP_S)
-    count = given_up.result() if given_up.done() else "all"
-    given_up.cancel()
+    engine.abort_all(drop)
+    await asyncio.wait({dropped}, timeout=DROP_TIMEOUT_S)
+    count = dropped.result() if dropped.done() else "all"
+    dropped.cancel()
     why = "did not end or move within --drain-timeout" if not may_wait() else "are left"
     log.warning("%s request%s %s: routers recover them on other nodes", count, "" if count == 1 else "s", why)
 

@@ -2,7 +2,7 @@
 
 An embedding is a row per token. Fetched rows arrive in blocks of the pool, with grant, checksums and commit like any
 fetch; tiers do not keep them, since nothing would read them back. A fetch that fails costs only its time: the rows are
-then computed here. An encode node that was late or lost, or sent corrupt rows, is not asked again for SHUN_S."""
+then computed here. An encode node that was late or lost, or sent corrupt rows, is not asked again for BACKOFF_S."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvferry.worker.block_fetches import BlockFetches
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
-LEAST_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
-"""Time limit of a fetch: LEAST_S seconds, plus the time for its bytes at this rate."""
+MIN_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
+"""Time limit of a fetch: MIN_S seconds, plus the time for its bytes at this rate."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +77,11 @@ class EmbeddingFetcher(BlockFetches):
         self,
         base: Base,
         arrivals: GrantDispatch,
-        asker: FetchClient,
+        client: FetchClient,
         blocks: EmbeddingBlocks,
         local: EmbeddingSource,
     ) -> None:
-        super().__init__(base, arrivals, asker, EmbeddingSupply)
+        super().__init__(base, arrivals, client, EmbeddingSupply)
         self.blocks, self.local = blocks, local
         self._open: dict[int, RunFetch] = {}
         self._coming: dict[bytes, int] = {}
@@ -116,7 +116,7 @@ class EmbeddingFetcher(BlockFetches):
             rows = self.blocks.load(hashes, item.length)
             if rows is not None:
                 wanted.rows[place] = rows
-            elif wanted.encoder is not None and place not in wanted.asked and not self._shuns(wanted.encoder):
+            elif wanted.encoder is not None and place not in wanted.asked and not self._is_paused(wanted.encoder):
                 wanted.asked.add(place)
                 self._fetch(wanted, wanted.encoder, hashes)
                 return
@@ -128,8 +128,8 @@ class EmbeddingFetcher(BlockFetches):
     def _fetch(self, wanted: Wanted, encoder: DecodeTarget, hashes: Sequence[bytes]) -> None:
         """Fetch one run, or join a fetch of the same run."""
         if (number := self._coming.get(hashes[0])) is None:
-            limit_s = LEAST_S + len(hashes) * self._base.parts.layout.block_bytes / SLOWEST_BYTES_PER_S
-            number = self._asker.ask(  # a limit of its own: a short deadline of the request is not the node's fault
+            limit_s = MIN_S + len(hashes) * self._base.parts.layout.block_bytes / SLOWEST_BYTES_PER_S
+            number = self._client.ask(  # a limit of its own: a short deadline of the request is not the node's fault
                 self, encoder.link_address, self._base.target, 0, hashes, limit_s, embeddings=True
             )
             self._open[number] = RunFetch(encoder, hashes, time.monotonic(), [])
@@ -162,7 +162,7 @@ class EmbeddingFetcher(BlockFetches):
             return
         fetch.waiting.remove(wanted)
         if not fetch.waiting:
-            self._asker.give_up(number)
+            self._client.abandon(number)
             self._close(number, "cancelled")
 
     def _hashes(self, engine: Engine, supply: Supply | EmbeddingSupply) -> Sequence[bytes]:
@@ -183,7 +183,7 @@ class EmbeddingFetcher(BlockFetches):
         if number not in self._open:
             return
         holder = self._open[number].holder
-        waiting = self._close(number, self._blame(holder, error))
+        waiting = self._close(number, self._record_failure(holder, error))
         for wanted in waiting:
             if wanted.encoder == holder:
                 wanted.encoder = None
@@ -205,7 +205,7 @@ class EmbeddingFetcher(BlockFetches):
                 wanted.end(error)
 
 
-def embedding_fetcher(base: Base, arrivals: GrantDispatch, asker: FetchClient) -> EmbeddingFetcher | None:
+def embedding_fetcher(base: Base, arrivals: GrantDispatch, client: FetchClient) -> EmbeddingFetcher | None:
     """Put a fetcher before the engine's own source of embeddings, and return it; None for a node without an encoder.
 
     None, too, if each rank has a pool of its own, since such ranks keep no rows in blocks."""
@@ -213,5 +213,5 @@ def embedding_fetcher(base: Base, arrivals: GrantDispatch, asker: FetchClient) -
     if media.encoder is None or media.source is None or parts.apart is not None:
         return None
     blocks = EmbeddingBlocks(parts.engine.pool, parts.kv, media.encoder.width, parts.engine.runner.model.dtype)
-    media.source = fetcher = EmbeddingFetcher(base, arrivals, asker, blocks, media.source)
+    media.source = fetcher = EmbeddingFetcher(base, arrivals, client, blocks, media.source)
     return fetcher

@@ -81,7 +81,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         settings, source, device, ops, progress, settings.weights_fd, ranks.part if ranks is not None else None
     )
     if ranks is not None:
-        model = ranks.lead(model)
+        model = ranks.wait_loaded(model)
     else:
         divide(settings, model)
     require_no_ranks(settings, model.info)

@@ -4,7 +4,7 @@ The request is AWAITING meanwhile, for a bounded time.
 
 A fetch transfers the blocks piece by piece; pieces that arrived are kept even if the next one fails. Requests that lack
 the same blocks share one fetch. Each piece may take SLOWNESS times its computing time. A holder that is late or lost is
-not asked again for SHUN_S."""
+not asked again for BACKOFF_S."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvferry.worker.block_fetches import BlockFetches
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
 
-PIECE = 256
+FETCH_BLOCKS = 256
 """Number of blocks in one fetch."""
-TURNS = 4
+EXTRA_FETCHES = 4
 """Number of fetches that a request may await beyond the expected one, since blocks are evicted or fetches cancelled."""
-LEAST_S, SLOWNESS = 1.0, 2.0
-"""Time limit of a piece: at least LEAST_S, and SLOWNESS times the time to compute it here."""
+MIN_S, SLOWNESS = 1.0, 2.0
+"""Time limit of a piece: at least MIN_S, and SLOWNESS times the time to compute it here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class PendingFetch:
     number: int = 0
     missing: bytes = b""
     hashes: Sequence[bytes] = ()
-    asked_at: float = 0.0
+    sent_at: float = 0.0
     turns: int = 0
     others: list[PendingFetch] = field(default_factory=list)
 
@@ -56,11 +56,11 @@ class PendingFetch:
 class PrefixFetcher(BlockFetches):
     """Client side of prefix fetches: requests blocks from holders and places them in the pool, on the engine thread."""
 
-    def __init__(self, base: Base, arrivals: GrantDispatch, asker: FetchClient) -> None:
-        super().__init__(base, arrivals, asker, Supply)
+    def __init__(self, base: Base, arrivals: GrantDispatch, client: FetchClient) -> None:
+        super().__init__(base, arrivals, client, Supply)
         self._waiting: dict[Key, PendingFetch] = {}
         self._open: dict[int, PendingFetch] = {}
-        self._coming: dict[bytes, PendingFetch] = {}
+        self._in_flight: dict[bytes, PendingFetch] = {}
 
     def add(self, engine: Engine, job: Job, **how: Any) -> None:
         """Add a job to the engine; if it names a holder, first fetch the blocks that this node lacks."""
@@ -87,39 +87,43 @@ class PrefixFetcher(BlockFetches):
     def _next(self, engine: Engine, fetching: PendingFetch) -> None:
         """Fetch the next missing piece, join another request's fetch, or let the request run."""
         request, holder = fetching.request, fetching.holder
-        if self._gone(engine, fetching):
+        if self._is_stale(engine, fetching):
             return
         hashes = request.reusable_hashes[: holder.blocks]
         here = engine.prefixes.count(hashes)
         fetching.turns += 1
-        piece = PIECE if engine.states is None else len(hashes)  # a checkpoint comes with all blocks before it
-        if here == len(hashes) or self._shuns(holder.node) or fetching.turns > TURNS + len(hashes) // PIECE:
-            self._go_on(engine, fetching)
-        elif leader := self._coming.get(hashes[here]):
+        piece = FETCH_BLOCKS if engine.states is None else len(hashes)  # a checkpoint comes with all blocks before it
+        if (
+            here == len(hashes)
+            or self._is_paused(holder.node)
+            or fetching.turns > EXTRA_FETCHES + len(hashes) // FETCH_BLOCKS
+        ):
+            self._resume(engine, fetching)
+        elif leader := self._in_flight.get(hashes[here]):
             leader.others.append(fetching)
         else:
             self._ask(engine, fetching, here, hashes[: here + piece])
 
     def _ask(self, engine: Engine, fetching: PendingFetch, here: int, hashes: Sequence[bytes]) -> None:
         engine.pool.miss_reasons.note(hashes[here:], "not_arrived")
-        fetching.missing, fetching.hashes, fetching.asked_at = hashes[here], hashes, time.monotonic()
+        fetching.missing, fetching.hashes, fetching.sent_at = hashes[here], hashes, time.monotonic()
         timeout_s = self._timeout_s((len(hashes) - here) * fetching.request.block_size)
-        fetching.number = self._asker.ask(
+        fetching.number = self._client.ask(
             self, fetching.holder.node.link_address, self._base.target, here, hashes, timeout_s
         )
-        self._open[fetching.number] = self._coming[fetching.missing] = fetching
+        self._open[fetching.number] = self._in_flight[fetching.missing] = fetching
 
-    def _gone(self, engine: Engine, fetching: PendingFetch) -> bool:
+    def _is_stale(self, engine: Engine, fetching: PendingFetch) -> bool:
         """Return whether the request is no longer waiting, or has been replaced or removed in the engine.
 
         A request that ended in this turn is reported by `take`."""
         request = fetching.request
         return self._waiting.get(request.key) is not fetching or engine.request_table.find(request.key) is not request
 
-    def _go_on(self, engine: Engine, fetching: PendingFetch) -> None:
+    def _resume(self, engine: Engine, fetching: PendingFetch) -> None:
         """Let the request run; it computes the blocks that did not arrive."""
         request = fetching.request
-        if self._gone(engine, fetching):
+        if self._is_stale(engine, fetching):
             return
         del self._waiting[request.key]
         found = engine.prefixes.count(request.reusable_hashes) * request.block_size
@@ -133,7 +137,7 @@ class PrefixFetcher(BlockFetches):
             return
         del self._waiting[key]
         if fetching.number:
-            self._asker.give_up(fetching.number)
+            self._client.abandon(fetching.number)
             for other in self._closed(fetching, "cancelled"):
                 self._next(engine, other)
 
@@ -148,30 +152,30 @@ class PrefixFetcher(BlockFetches):
         blocks = engine.copies.land(key)
         if number in self._open:
             fetching = self._open[number]
-            self._base.metrics.fetches.seconds.inc(time.monotonic() - fetching.asked_at)
+            self._base.metrics.fetches.seconds.inc(time.monotonic() - fetching.sent_at)
             for each in (fetching, *self._closed(fetching, "done")):
                 own = engine.prefixes.count(each.request.reusable_hashes)
                 each.request.fetched += ((blocks[0], min(blocks[1], own)),)
-                (self._next if engine.states is None else self._go_on)(engine, each)
+                (self._next if engine.states is None else self._resume)(engine, each)
 
     def _failed(self, engine: Engine, number: int, error: KvferryError) -> None:
         """End a failed fetch; requests with the same holder compute, requests with another holder fetch from that."""
         if number not in self._open:
             return
         fetching = self._open[number]
-        outcome = self._blame(fetching.holder.node, error)
+        outcome = self._record_failure(fetching.holder.node, error)
         for each in (fetching, *self._closed(fetching, outcome)):
             if each.holder.node != fetching.holder.node:
                 self._next(engine, each)
             else:
-                self._go_on(engine, each)
+                self._resume(engine, each)
 
     def _closed(self, fetching: PendingFetch, outcome: str) -> list[PendingFetch]:
         """Remove the fetch, count its outcome, and return the other requests that awaited it."""
         self._base.metrics.fetches.ended[outcome].inc()
-        del self._open[fetching.number], self._coming[fetching.missing]
+        del self._open[fetching.number], self._in_flight[fetching.missing]
         others, fetching.others, fetching.number = fetching.others, [], 0
         return others
 
     def _timeout_s(self, tokens: int) -> float:
-        return max(LEAST_S, SLOWNESS * tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0))
+        return max(MIN_S, SLOWNESS * tokens / max(self._base.rates.rates.prefill_tokens_per_s, 1.0))

@@ -12,7 +12,7 @@ from kvferry.engine.block_pool import chain_of
 from kvferry.engine.engine import Engine
 from kvferry.kv_transfer.tiers.local import LocalTier
 from kvferry.worker.service import Base
-from kvferry.worker.tier_writer import TURN, TierWriter
+from kvferry.worker.tier_writer import MAX_HELD, TierWriter
 
 ENOUGH, GATHERING_S = 8, 5.0
 """Number of new blocks of a chain that are written at once, and seconds for which fewer blocks wait for more.
@@ -34,22 +34,22 @@ class LocalWrites(TierWriter):
 
     def _gather(self, engine: Engine) -> None:
         fresh, self._fresh = self._fresh, {}
-        turn = TURN
+        budget = MAX_HELD
         for block_hash in list(reversed(fresh)):
             if block_hash not in fresh:
                 continue
-            if turn <= 0:
+            if budget <= 0:
                 break
             new = [each for each, _ in chain_of(engine.pool, block_hash, self._tier)]
-            turn -= len(new)
+            budget -= len(new)
             since = [fresh.pop(each) for each in (*new, block_hash) if each in fresh]
             if new and len(new) < ENOUGH and min(since) > time.monotonic() - GATHERING_S:
                 self._fresh.update(dict.fromkeys(new, min(since)))
             elif new:
                 held, left = self._write(engine, new)
-                turn -= held
+                budget -= held
                 if left is None:
-                    self._ways["lost"].inc(len(since))
+                    self._counters["lost"].inc(len(since))
                 elif left:
                     fresh.update(dict.fromkeys(left, min(since)))
                     break
@@ -60,7 +60,7 @@ class LocalWrites(TierWriter):
 
         The whole chain is held, so that no block is evicted before the blocks behind it. The second value is None if
         the chain is too long to be held."""
-        ways, whole = self._ways, chain_of(engine.pool, new[-1])
+        counters, whole = self._counters, chain_of(engine.pool, new[-1])
         most, before = engine.pool.num_blocks // HELD // len(self._base.tiers.local), len(whole) - len(new)
         chain = whole[: most - self._held]
         if len(chain) <= before:
@@ -70,8 +70,8 @@ class LocalWrites(TierWriter):
         blocks, transfer = [self._base.tiers.block(each) for _, each in part], next(self._transfers)
 
         def done(written: int) -> None:
-            ways["written"].inc(written)
-            ways["lost"].inc(len(part) - written)
+            counters["written"].inc(written)
+            counters["lost"].inc(len(part) - written)
             self._base.engine.submit(lambda engine: self._returned(engine, transfer, len(chain)))
 
         engine.copies.give(transfer, [block_id for _, block_id in chain])

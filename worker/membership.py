@@ -21,15 +21,15 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvferry.worker")
 
-RELIEF_S = 0.5
+REPLACEMENT_CHECK_S = 0.5
 """Seconds between two checks for a node that can replace this one, the last of its role."""
-LAST_WORD_S = 0.5
+WITHDRAW_S = 0.5
 """Maximum time to withdraw the lease after a thread ended or hangs, in seconds; the process must restart soon."""
-LEAVE_S = 1.0
+REDIS_CALL_S = 1.0
 """Maximum time of any other call to Redis, in seconds, so that a Redis that hangs does not block the exit."""
 
 
-class Kept(Protocol):
+class TierRows(Protocol):
     """Set of blocks in a tier, by their rows of the block index.
 
     changed: called with (stored, removed) rows, from any thread."""
@@ -41,7 +41,7 @@ class Kept(Protocol):
         ...
 
 
-class Own(Kept, Protocol):
+class OwnTier(TierRows, Protocol):
     """Tier that belongs to this node, with its own name in the block index."""
 
     @property
@@ -67,8 +67,8 @@ class Membership:
         make_lease: Callable[[], NodeLease],
         findable: Callable[[], Iterable[bytes]],
         metrics: WorkerMetrics,
-        kept: Sequence[Own] = (),
-        shared: Kept | None = None,
+        kept: Sequence[OwnTier] = (),
+        shared: TierRows | None = None,
     ) -> None:
         self._store, self._metrics, self._make_lease = store, metrics, make_lease
         self._leaving = False
@@ -106,51 +106,52 @@ class Membership:
     async def announce(self) -> bool:
         """Write the changed lease to the registry now; return whether the registry accepted it."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(REDIS_CALL_S):
                 return await self._keeper.announce_now()
         return False
 
-    async def relief(self, may_wait: Callable[[], bool]) -> None:
+    async def wait_for_replacement(self, may_wait: Callable[[], bool]) -> None:
         """Return once another ready node of the same role and model can take over, or `may_wait` returns false.
 
         The lease announces that this node leaves before other nodes are checked. So of two nodes that leave at the same
         time, neither relies on the other."""
-        told = False
+        logged = False
         while may_wait():
             self._leaving = True
-            if (await self.announce() and await self._relieved()) or self._keeper.fenced:
+            if (await self.announce() and await self._is_replaceable()) or self._keeper.fenced:
                 return
-            if not told:
+            if not logged:
                 log.info("no other %s node is ready: this one continues to serve", self._lease().role)
-            told = True
-            await asyncio.sleep(RELIEF_S)
+            logged = True
+            await asyncio.sleep(REPLACEMENT_CHECK_S)
 
-    async def step_back(self, rest_s: float) -> str:
+    async def try_leave_role(self, rest_s: float) -> str:
         """Announce that the node wants to leave its role; return why it must keep it, empty if it may leave.
 
-        As in `relief`, the lease announces it before other nodes are checked, so two nodes never leave a role at the
-        same time. rest_s: the role must be kept if another node changed its role less than this many seconds ago."""
+        As in `wait_for_replacement`, the lease announces it before other nodes are checked, so two nodes never leave a
+        role at the same time. rest_s: the role must be kept if another node changed its role less than this many
+        seconds ago."""
         if self._leaving:
             return "the node is about to end"
         self._leaving = True
         why = "the registry lacks its lease or does not answer"
         if self.held and await self.announce():
-            why = await self._kept_by(rest_s)
+            why = await self._reason_to_keep(rest_s)
         if why:
-            self.stay()
+            self.keep_role()
             await self.announce()
         return why
 
-    def stay(self) -> None:
+    def keep_role(self) -> None:
         """Withdraw the intention to leave the role; `announce` publishes it."""
         self._leaving = False
 
-    async def spared(self) -> bool:
+    async def has_substitute(self) -> bool:
         """Return whether another ready node of its fingerprint has the role; False if the registry does not answer."""
-        return any(map(self._lease().relieved_by, await self._alike() or ()))
+        return any(map(self._lease().relieved_by, await self._same_fingerprint() or ()))
 
-    async def _kept_by(self, rest_s: float) -> str:
-        own, others = self._lease(), await self._alike()
+    async def _reason_to_keep(self, rest_s: float) -> str:
+        own, others = self._lease(), await self._same_fingerprint()
         if others is None:
             return "the registry does not answer"
         if any(node.leaving or node.state == "draining" for node in others):
@@ -163,11 +164,11 @@ class Membership:
         lease = self._make_lease()
         return replace(lease, leaving=True) if self._leaving else lease
 
-    async def _relieved(self) -> bool:
+    async def _is_replaceable(self) -> bool:
         """Return whether another node can replace this one; False if the registry does not answer."""
         return any(map(self._lease().relieved_by, await self._others() or ()))
 
-    async def _alike(self) -> list[NodeLease] | None:
+    async def _same_fingerprint(self) -> list[NodeLease] | None:
         """Return the other nodes of the same fingerprint; None if the registry does not answer."""
         fingerprint, others = self._lease().fingerprint, await self._others()
         return others and [node for node in others if node.fingerprint == fingerprint]
@@ -176,19 +177,19 @@ class Membership:
         """Return the other nodes of the same model; None if the registry does not answer."""
         own = self._lease()
         try:
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(REDIS_CALL_S):
                 nodes = await self._store.nodes()
         except (RegistryUnavailable, TimeoutError):
             return None
         return [node for node in nodes if node.node_id != own.node_id and own.serves_same(node)]
 
-    async def leave(self, limit_s: float = LEAVE_S) -> None:
+    async def leave(self, limit_s: float = REDIS_CALL_S) -> None:
         """Withdraw the lease; the node's index rows become void with it."""
         await _within(limit_s, self._keeper.stop(), *(writer.stop() for writer in self._all()))
 
     async def close(self) -> None:
         """Close the connections to Redis."""
-        await _within(LEAVE_S, self._store.close())
+        await _within(REDIS_CALL_S, self._store.close())
 
     def set_gauges(self) -> None:
         """Set the gauges of published and pending index rows."""
@@ -213,15 +214,15 @@ async def new_epoch(store: RedisStore, node_id: str) -> int:
     answer, the epoch is the clock in microseconds."""
     clock = time.time_ns() // 1000
     try:
-        async with asyncio.timeout(LEAVE_S):
+        async with asyncio.timeout(REDIS_CALL_S):
             return await store.next_epoch(node_id, clock)
     except (RegistryUnavailable, TimeoutError):
         return clock
 
 
 async def withdraw_now(store: RedisStore, lease: NodeLease) -> None:
-    """Remove a lease from the registry, if the registry answers within LAST_WORD_S."""
-    await _within(LAST_WORD_S, store.withdraw(lease.node_id, lease.epoch))
+    """Remove a lease from the registry, if the registry answers within WITHDRAW_S."""
+    await _within(WITHDRAW_S, store.withdraw(lease.node_id, lease.epoch))
 
 
 async def _within(seconds: float, *calls: Coroutine[Any, Any, Any]) -> None:

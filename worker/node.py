@@ -35,7 +35,7 @@ from kvferry.worker.tier_factory import OpenTiers, open_tiers
 
 log = logging.getLogger("kvferry.worker")
 
-LEAVING_S = 0.5
+STOP_POLL_S = 0.5
 """Seconds between two checks of whether another host of the node was asked to stop."""
 
 
@@ -99,7 +99,10 @@ class Node:
     async def _live(self, loaded: WorkerRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> Ending:
         """Join and serve until this or another host is asked to stop, then drain; on a fault, abandon the node."""
         broken = asyncio.create_task(loaded.broken.wait())
-        joining, leaving = asyncio.create_task(self._join(loaded)), asyncio.create_task(_left(loaded.parts.ranks))
+        joining, leaving = (
+            asyncio.create_task(self._join(loaded)),
+            asyncio.create_task(_wait_host_leaving(loaded.parts.ranks)),
+        )
         await asyncio.wait({asked, broken, leaving}, return_when=asyncio.FIRST_COMPLETED)
         joining.cancel()
         leaving.cancel()
@@ -130,10 +133,10 @@ class Node:
             tiers,
             epoch,
             self._make_service,
-            self._last_resort if self._die else None,
+            self._force_exit if self._die else None,
         )
 
-    def _last_resort(self, fault: str) -> None:
+    def _force_exit(self, fault: str) -> None:
         """Withdraw the lease over a separate connection and end the process.
 
         Called on another thread when the asyncio loop hangs too."""
@@ -185,12 +188,12 @@ def _first_name(settings: WorkerSettings) -> str:
     return names[0] if names else ""
 
 
-async def _left(ranks: Ranks | None) -> None:
+async def _wait_host_leaving(ranks: Ranks | None) -> None:
     """Return once another host of the node was asked to stop; without other ranks, never return."""
     if ranks is None:
         await asyncio.Event().wait()
     while ranks is not None and not ranks.leaving:  # noqa: ASYNC110 - set by another thread
-        await asyncio.sleep(LEAVING_S)
+        await asyncio.sleep(STOP_POLL_S)
 
 
 async def _first(work: asyncio.Task[None], other: asyncio.Task[bool]) -> bool:

@@ -21,9 +21,9 @@ import torch
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ranks.calls import follow
 from kvferry.engine.ranks.device_group import DeviceGroup, device_of
-from kvferry.engine.ranks.meeting import FileMeeting, Meeting, TcpMeeting
 from kvferry.engine.ranks.rank_assignment import RankAssignment
 from kvferry.engine.ranks.rank_worker import RankWorker
+from kvferry.engine.ranks.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from kvferry.engine.ranks.shared_group import SharedGroup
 from kvferry.kernels.ops import select
 from kvferry.model_files.unsupported_models import resolve_runnable
@@ -42,17 +42,22 @@ from kvferry.worker.shared_rows import SharedRows
 
 log = logging.getLogger("kvferry.worker")
 
-SIGN_S = 0.1
+HEARTBEAT_S = 0.1
 """Seconds between two heartbeats."""
 
 
 def compute(
-    rank: int, line: RankChannel, memory_fd: int, pool_fd: int, moves: RankChannel | None = None, meeting_fd: int = -1
+    rank: int,
+    line: RankChannel,
+    memory_fd: int,
+    pool_fd: int,
+    moves: RankChannel | None = None,
+    rendezvous_fd: int = -1,
 ) -> None:
     """Load the shard, join the group and compute until rank 0 ends.
 
-    moves: channel for block parts, if each rank has its own pool. meeting_fd: rendezvous file, in that case and on the
-    host of rank 0 only. Raises OSError or EOFError when rank 0 has ended."""
+    moves: channel for block parts, if each rank has its own pool. rendezvous_fd: rendezvous file, in that case and on
+    the host of rank 0 only. Raises OSError or EOFError when rank 0 has ended."""
     settings: WorkerSettings = pickle.loads(line.receive())  # noqa: S301 - from a rank of this node, over its own line
     set_up_log(settings.log_level, settings.log_format)
     ranks = settings.tensor_parallel_size
@@ -61,7 +66,7 @@ def compute(
         torch.cuda.set_device(device)
     memory = RankMemory(memory_fd, ranks)
     group = (
-        DeviceGroup(rank, ranks, device, _meeting(settings, meeting_fd))
+        DeviceGroup(rank, ranks, device, _rendezvous(settings, rendezvous_fd))
         if moves is not None
         else SharedGroup(rank, memory.places, line.barrier)
     )
@@ -70,7 +75,7 @@ def compute(
     except ConfigError as error:
         line.send(pickle.dumps((error.message, 0)))
         return
-    threading.Thread(target=_live, args=(memory.signs, rank), daemon=True).start()
+    threading.Thread(target=_live, args=(memory.heartbeats, rank), daemon=True).start()
     line.send(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
         group.connect(bytes(line.receive()))  # once all ranks have loaded
@@ -84,10 +89,10 @@ def compute(
     follow(RankWorker(decoder, group), kv, line.receive)
 
 
-def _meeting(settings: WorkerSettings, meeting_fd: int) -> Meeting:
+def _rendezvous(settings: WorkerSettings, rendezvous_fd: int) -> Rendezvous:
     if settings.nnodes > 1:
-        return TcpMeeting(settings.own_address)
-    return FileMeeting(meeting_fd)
+        return TcpRendezvous(settings.own_address)
+    return FileRendezvous(rendezvous_fd)
 
 
 def _decoder(settings: WorkerSettings, device: torch.device, part: RankAssignment) -> Decoder:
@@ -119,14 +124,14 @@ def _pool_of(line: RankChannel) -> tuple[KVLayout, int]:
     return layout, blocks
 
 
-def _live(signs: np.ndarray, rank: int) -> None:
+def _live(heartbeats: np.ndarray, rank: int) -> None:
     """Send heartbeats, and end the process when its parent, rank 0, has ended.
 
     A collective operation on a device would otherwise wait for rank 0 forever."""
     first = os.getppid()
     while os.getppid() == first:
-        signs[rank] += 1
-        time.sleep(SIGN_S)
+        heartbeats[rank] += 1
+        time.sleep(HEARTBEAT_S)
     os._exit(0)
 
 

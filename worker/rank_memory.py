@@ -8,9 +8,9 @@ import os
 import numpy as np
 import torch
 
-from kvferry.engine.ranks.shared_group import ROOM, TURNS
+from kvferry.engine.ranks.shared_group import NUM_BUFFERS, ROOM
 
-_SIGNS_BYTES = 4096
+_HEARTBEAT_BYTES = 4096
 
 
 def make_memory(ranks: int) -> tuple[int, int]:
@@ -18,20 +18,21 @@ def make_memory(ranks: int) -> tuple[int, int]:
 
     Both are anonymous and freed with the last process that has them open. Raises OSError."""
     memory, pool = (os.memfd_create(name, os.MFD_CLOEXEC) for name in ("ranks", "kv"))
-    os.ftruncate(memory, _SIGNS_BYTES + 4 * TURNS * ranks * ROOM)
+    os.ftruncate(memory, _HEARTBEAT_BYTES + 4 * NUM_BUFFERS * ranks * ROOM)
     return memory, pool
 
 
 class RankMemory:
     """View of the ranks' shared memory in one process.
 
-    signs: int64 [ranks], heartbeat counters of the other ranks. places: see `engine.ranks.shared_group.SharedGroup`."""
+    heartbeats: int64 [ranks], heartbeat counters of the other ranks. places: see
+    `engine.ranks.shared_group.SharedGroup`."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         pages = mmap.mmap(descriptor, 0)
-        self.signs: np.ndarray = np.frombuffer(pages, np.int64, ranks)
-        numbers = torch.frombuffer(pages, dtype=torch.float32, offset=_SIGNS_BYTES)
-        self.places = numbers.view(TURNS, ranks, ROOM)
+        self.heartbeats: np.ndarray = np.frombuffer(pages, np.int64, ranks)
+        numbers = torch.frombuffer(pages, dtype=torch.float32, offset=_HEARTBEAT_BYTES)
+        self.places = numbers.view(NUM_BUFFERS, ranks, ROOM)
 
 
 def shared_pool(descriptor: int, num_bytes: int) -> mmap.mmap:

@@ -45,7 +45,7 @@ class Ranks:
         ranks = settings.tensor_parallel_size
         memory_fd, self._pool_fd = make_memory(ranks)
         memory = RankMemory(memory_fd, ranks)
-        self.device, self._settings, self._signs = device, settings, memory.signs
+        self.device, self._settings, self._heartbeats = device, settings, memory.heartbeats
         self._lines = self._channels(CALLS)
         self.part = RankAssignment(self._group(memory), settings.enable_expert_parallel)
         self._available: list[int] = []
@@ -55,7 +55,7 @@ class Ranks:
         for rank in range(1, ranks):
             self._lines.send(rank - 1, pickle.dumps(self._settings_of(rank)))
 
-    def lead(self, model: Model) -> ShardedModel:
+    def wait_loaded(self, model: Model) -> ShardedModel:
         """Return the model that the engine computes with, once all ranks have loaded their shards.
 
         Raises ConfigError."""
@@ -81,20 +81,20 @@ class Ranks:
 
         Raises ConfigError."""
         kv = make_pool(layout, blocks, self.device, partial(shared_pool, self._pool_fd))
-        self._told(pickle.dumps((layout, blocks)))
+        self._broadcast(pickle.dumps((layout, blocks)))
         os.close(self._pool_fd)
         return kv
 
-    def _told(self, message: bytes) -> None:
+    def _broadcast(self, message: bytes) -> None:
         try:
             self._lines.broadcast(message)
         except OSError as error:
             raise ConfigError(f"the other ranks ended: {error}", param=FLAG) from error
 
     @property
-    def signs(self) -> list[int]:
+    def heartbeats(self) -> list[int]:
         """Return a heartbeat counter of each other rank, from any thread."""
-        return [int(sign) for sign in self._signs[1:]]
+        return [int(count) for count in self._heartbeats[1:]]
 
     @property
     def ended(self) -> str | None:
@@ -127,7 +127,7 @@ class Ranks:
     def _group(self, memory: RankMemory) -> Group:
         return SharedGroup(0, memory.places, self._lines.barrier)
 
-    def _given(self, rank: int) -> tuple[int, ...]:
+    def _inherited_fds(self, rank: int) -> tuple[int, ...]:
         """Return the descriptors that a rank inherits: its channel, the blocks' memory and related ones."""
         return self._lines.descriptor(rank - 1), self._pool_fd
 
@@ -135,7 +135,7 @@ class Ranks:
         """Start a rank's process, in a process group of its own.
 
         A terminal's signals to the foreground group thus reach only this process."""
-        line, *others = self._given(rank)
+        line, *others = self._inherited_fds(rank)
         descriptors = (line, memory_fd, *others)
         command = (sys.executable, "-m", "kvferry.worker.rank", str(rank), *map(str, descriptors))
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0)

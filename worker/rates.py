@@ -31,13 +31,13 @@ FIRST_TOKENS, ENOUGH_S = 64, 0.1
 """Warm-up: tokens of the first chunk, and duration in seconds beyond which chunks no longer double.
 
 Longer chunks would show nothing new."""
-LEAST_TURNS, FULL_TURNS = 3, 2
+MIN_TURNS, FULL_TURNS = 3, 2
 """Warm-up: minimum number of measured turns, and number of turns with a full step."""
 ITL_S = 10.0
 """Time constant of the average duration of steps with streams, in seconds."""
 ADJUSTED = SamplingParams(temperature=0.0, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 """Sampling parameters that add to logits and subtract from them, for the warm-up of sampling."""
-LEAST_PREFILL_TOKENS = 32
+MIN_PREFILL_TOKENS = 32
 """Minimum number of prompt tokens of a step from which prefill speed is learned."""
 
 
@@ -71,8 +71,8 @@ class RateMeter:
             self.itl_s += (1 - math.exp(-step.seconds / ITL_S)) * (step.seconds - self.itl_s)
             streams = step.decode_tokens - step.accepted
             token_s = step.seconds * streams / step.decode_tokens
-            self._streams.saw(streams, token_s, pure=not step.prefill_tokens)
-        if not step.decode_tokens and step.prefill_tokens >= LEAST_PREFILL_TOKENS:
+            self._streams.observe(streams, token_s, pure=not step.prefill_tokens)
+        if not step.decode_tokens and step.prefill_tokens >= MIN_PREFILL_TOKENS:
             self._prefill += WEIGHT * (step.prefill_tokens / step.seconds - self._prefill)
         elif not step.prefill_tokens:
             self._step += WEIGHT * (step.seconds - self._step)
@@ -134,7 +134,7 @@ def warm_up(engine: Engine) -> Rates:
         full += length == longest
         if seconds <= ENOUGH_S:
             length = min(2 * length, longest)
-        elif turns >= LEAST_TURNS:
+        elif turns >= MIN_TURNS:
             break
     return Rates(prefill_tokens_per_s=rate, step_s=step_s)
 

@@ -10,7 +10,7 @@ import torch
 from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
 from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.prefault import Region
-from kvferry.engine.scheduler import most_seats
+from kvferry.engine.scheduler import max_running
 from kvferry.engine.state_checkpoints import StateCheckpoints
 from kvferry.engine.state_memory import STATE_DTYPE, StateMemory, blocks_of_state, make_rows
 from kvferry.engine.state_rows import ROWS
@@ -50,7 +50,7 @@ def state_requests(settings: WorkerSettings, info: ModelInfo, available: float) 
     if not info.state_floats:
         return 0
     each = rows_bytes(info, 1)
-    most, room = most_seats(settings.max_num_seqs), int(ROWS_SHARE * available // each)
+    most, room = max_running(settings.max_num_seqs), int(ROWS_SHARE * available // each)
     if room < 1:
         raise ConfigError(f"one request's states of {info.name} take {each} bytes, more than memory has room for")
     if room < most:

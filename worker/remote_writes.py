@@ -10,7 +10,7 @@ from kvferry.kv_transfer.tiers import object_groups as sizes
 from kvferry.kv_transfer.tiers.object_groups import Group, in_chain
 from kvferry.kv_transfer.tiers.remote import RemoteTier
 from kvferry.worker.service import Base
-from kvferry.worker.tier_writer import TURN, TierWriter
+from kvferry.worker.tier_writer import MAX_HELD, TierWriter
 
 
 class RemoteWrites(TierWriter):
@@ -24,11 +24,11 @@ class RemoteWrites(TierWriter):
         self._tier = tier
 
     def _gather(self, engine: Engine) -> None:
-        turn = TURN
-        while self._fresh and turn > 0:
+        budget = MAX_HELD
+        while self._fresh and budget > 0:
             last, _ = self._fresh.popitem()
             chain = chain_of(engine.pool, last)
-            turn -= len(chain) + 1
+            budget -= len(chain) + 1
             new = {each for each, _ in chain if each in self._fresh} | {last}
             for each in new:
                 self._fresh.pop(each, None)
@@ -56,4 +56,4 @@ class RemoteWrites(TierWriter):
                 copied(engine)
 
     def _count(self, there: bool) -> None:
-        self._ways["written" if there else "lost"].inc(sizes.GROUP)
+        self._counters["written" if there else "lost"].inc(sizes.GROUP)

@@ -25,7 +25,7 @@ from kvferry.runtime.http import read_message
 from kvferry.worker.membership import Membership
 
 log = logging.getLogger("kvferry.worker")
-LOOK_S = 0.05
+CHECK_S = 0.05
 """Seconds between two checks for running work."""
 
 
@@ -126,7 +126,7 @@ class RoleChange:
         finally:
             self._task = None
             self._drains(False)
-            self._membership.stay()
+            self._membership.keep_role()
         if self._roles.now != role:
             self._metrics.role_changes["kept"].inc()
             log.warning("this stays a %s node: it is the last one, or its requests do not end", before)
@@ -136,14 +136,14 @@ class RoleChange:
         """Return once the role has changed, or once this node is the last one of its role."""
         while True:
             while self._busy():  # noqa: ASYNC110 - no event reports it
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
             if not await self._membership.spared():
                 return
             changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._engine.submit(lambda engine, changed=changed: self._pass(engine, role, changed))  # type: ignore[misc]
             if await changed:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     def _pass(self, engine: Engine, role: str, changed: asyncio.Future[bool]) -> None:
         """Switch engine events to the other role, if the engine has no work and no events of the current role.

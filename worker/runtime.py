@@ -27,7 +27,7 @@ from kvferry.worker.draining import finish_requests
 from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.event_relay import EventRelay, set_load_gauges
 from kvferry.worker.link_factory import LinkParts
-from kvferry.worker.membership import LAST_WORD_S, Membership
+from kvferry.worker.membership import WITHDRAW_S, Membership
 from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
@@ -36,7 +36,7 @@ from kvferry.worker.service import Base, MakeService
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
-from kvferry.worker.watchdog import ThreadVitals, Watchdog
+from kvferry.worker.watchdog import ThreadLiveness, Watchdog
 
 log = logging.getLogger("kvferry.worker")
 
@@ -44,7 +44,7 @@ log = logging.getLogger("kvferry.worker")
 class WorkerRuntime:
     """Node that serves from `join` until `drain` has returned.
 
-    seed: rates measured by the warm-up. last_resort: ends the process because of a fault, from any thread, if the
+    seed: rates measured by the warm-up. force_exit: ends the process because of a fault, from any thread, if the
     asyncio loop cannot; None: the process has other uses than the node."""
 
     def __init__(
@@ -58,7 +58,7 @@ class WorkerRuntime:
         tiers: OpenTiers,
         epoch: int,
         make_service: MakeService,
-        last_resort: Callable[[str], None] | None,
+        force_exit: Callable[[str], None] | None,
     ) -> None:
         self.draining, self.broken = False, asyncio.Event()
         self.roles = Roles(settings.role, settings.role)
@@ -73,7 +73,7 @@ class WorkerRuntime:
         )
         self._tiers, self.link = tiers, linking.link(self._break)
         self._streams = RouterStreams(
-            epoch, lambda: self.vitals.pulse, lambda router: self.service.router_lost(router), self._clock
+            epoch, lambda: self.liveness.pulse, lambda router: self.service.router_lost(router), self._clock
         )
         self._streams.mount(address.app)
         self._dock = linking.dock(self.link, epoch)
@@ -104,9 +104,9 @@ class WorkerRuntime:
         )
         address.app.post("/adapters", status_code=202)(self._adapters.post_change)
         watched = parts.engine.config.limits.max_num_batched_tokens, self._rates, parts.ranks, parts.embeddings
-        self.vitals = ThreadVitals(self.engine, self.link, self._clock, *watched)
+        self.liveness = ThreadLiveness(self.engine, self.link, self._clock, *watched)
         self._watchdog = Watchdog(
-            self.vitals, self._break, last_resort or (lambda fault: None), of_process=last_resort is not None
+            self.liveness, self._break, force_exit or (lambda fault: None), of_process=force_exit is not None
         )
         self._membership = Membership(
             store, self.lease, parts.engine.pool.changes.rows, metrics, tiers.local, tiers.shared
@@ -132,7 +132,7 @@ class WorkerRuntime:
         """Return why the process must end; None if it need not. `broken` is set then.
 
         Faults: a thread ended or hangs, block accounting failed, or the device failed."""
-        return self.vitals.fault
+        return self.liveness.fault
 
     def require_ready(self) -> None:
         """Raise Draining unless new work may begin. From any thread."""
@@ -170,7 +170,7 @@ class WorkerRuntime:
             adapters=self._adapters.held,
             modalities=self.parts.abilities,
             max_num_seqs=self._settings.max_num_seqs,
-            pulse=self.vitals.pulse,
+            pulse=self.liveness.pulse,
             sent=self._transfer_stats.rows(),
             elastic=self._settings.elastic,
             role_s=self.roles.role_s,
@@ -198,7 +198,7 @@ class WorkerRuntime:
         may_wait = stop.patience(self._settings.drain_timeout)
         await self.role_change.stop()
         if not self._settings.respawned and self.roles.now != "encode":  # prefill nodes can do an encode node's work
-            await self._membership.relief(lambda: may_wait() and self._streams.followed)
+            await self._membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)
         self.draining = True
         log.info("%s drains%s", self._address.node_id, ", in a hurry" if stop.hurry.is_set() else "")
         if not stop.hurry.is_set():
@@ -226,7 +226,7 @@ class WorkerRuntime:
 
         No orderly shutdown is possible. The process ends next, which peers and routers notice."""
         log.critical("%s exits at once: %s", self._address.node_id, self.fault)
-        await self._membership.leave(LAST_WORD_S)
+        await self._membership.leave(WITHDRAW_S)
 
     def set_gauges(self) -> None:
         """Set the gauges of load, scaling, index and tiers."""

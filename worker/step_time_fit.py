@@ -25,7 +25,7 @@ class StepTimeFit:
         """Return the time that each further stream adds, in seconds."""
         return max(0.0, self._added / self._others)
 
-    def saw(self, streams: int, token_s: float, *, pure: bool) -> None:
+    def observe(self, streams: int, token_s: float, *, pure: bool) -> None:
         """Learn from a step with `streams` streams that took `token_s` per token of each.
 
         pure: the step computed no prompt. A prompt's delay of a lone stream says nothing about further streams."""

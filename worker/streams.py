@@ -27,7 +27,7 @@ log = logging.getLogger("kvferry.worker")
 
 HEARTBEAT_S = 0.4
 """Seconds between heartbeats; for a router, a stream is broken after 0.8 s without a frame."""
-STALLED_S, HURRIED_S = 0.7, 0.1
+STALLED_S, STALLED_HEARTBEAT_S = 0.7, 0.1
 """Seconds without progress after which the engine or link counts as stalled, and seconds between heartbeats then.
 
 Routers soon hedge the requests of such a node on other nodes, and clients wait meanwhile."""
@@ -41,13 +41,13 @@ Reader = asyncio.Queue[bytes | None]
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class FrameBuffer:
     """Frames kept for one router.
 
-    frames: frames not acknowledged yet. last: number of the newest one. heard: time of the router's last sign of life
-    or of its disconnect."""
+    frames: frames not acknowledged yet. last: number of the newest one. last_seen: time of the router's last sign of
+    life or of its disconnect."""
 
-    heard: float
+    last_seen: float
     last: int = 0
     frames: deque[tuple[int, bytes]] = field(default_factory=deque)
     size: int = 0
@@ -70,14 +70,14 @@ class Kept:
 
     def read(self, after: int) -> Reader:
         """Start a reader at the frame after `after`; an older reader of the stream ends."""
-        self.leave()
+        self.detach()
         self.forget(after)
         self.reader = asyncio.Queue()
         for _, data in self.frames:
             self.reader.put_nowait(data)
         return self.reader
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """End the current reader, if there is one."""
         if self.reader is not None:
             self.reader.put_nowait(None)
@@ -95,7 +95,7 @@ class RouterStreams:
         self, epoch: int, pulse: Callable[[], Pulse], on_lost: Callable[[str], None], clock: LoopClock
     ) -> None:
         self._epoch, self._pulse, self._on_lost, self._clock = epoch, pulse, on_lost, clock
-        self._routers: dict[str, Kept] = {}
+        self._routers: dict[str, FrameBuffer] = {}
         self._sinks: dict[str, Callable[[StepFrame], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
@@ -127,20 +127,23 @@ class RouterStreams:
             raise Fenced(f"the stream belongs to epoch {epoch}; this process has epoch {self._epoch}")
         if self._stopped:
             raise StreamGone("the process is stopping")
-        kept = self._routers.get(router_id)
+        buffer = self._routers.get(router_id)
         if after is not None:
-            if kept is None or not (kept.frames[0][0] - 1 if kept.frames else kept.last) <= after <= kept.last:
+            if (
+                buffer is None
+                or not (buffer.frames[0][0] - 1 if buffer.frames else buffer.last) <= after <= buffer.last
+            ):
                 raise StreamGone(f"frames after {after} are no longer kept")
-        elif kept is not None:
+        elif buffer is not None:
             self._lose(router_id, "opened a new stream")
-            kept = None
-        if kept is None:
-            kept = self._routers[router_id] = Kept(self._clock.now())
-        kept.heard = self._clock.now()
-        reader = kept.read(after or 0)
-        reader.put_nowait(self._heartbeat(kept))
+            buffer = None
+        if buffer is None:
+            buffer = self._routers[router_id] = FrameBuffer(self._clock.now())
+        buffer.last_seen = self._clock.now()
+        reader = buffer.read(after or 0)
+        reader.put_nowait(self._heartbeat(buffer))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+            self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeats)
         return reader
 
     @property
@@ -150,60 +153,60 @@ class RouterStreams:
 
     def close(self, router_id: str, reader: Reader) -> None:
         """Detach a reader that disconnected; its router may reconnect."""
-        kept = self._routers.get(router_id)
-        if kept is not None and kept.reader is reader:
-            kept.reader, kept.heard = None, self._clock.now()
+        buffer = self._routers.get(router_id)
+        if buffer is not None and buffer.reader is reader:
+            buffer.reader, buffer.last_seen = None, self._clock.now()
 
     def seen(self, router_id: str, number: int) -> None:
         """Drop the frames up to `number`, which the router has received."""
-        kept = self._routers.get(router_id)
-        if kept is not None and kept.reader is not None:
-            kept.heard = self._clock.now()
-            kept.forget(number)
+        buffer = self._routers.get(router_id)
+        if buffer is not None and buffer.reader is not None:
+            buffer.last_seen = self._clock.now()
+            buffer.forget(number)
 
     def publish(self, router_id: str, frame: StepFrame) -> None:
         """Queue one frame for a router; for an unknown router, cancel what runs for it."""
         if (sink := self._sinks.get(router_id)) is not None:
             sink(frame)
             return
-        kept = self._routers.get(router_id)
-        if kept is None:
+        buffer = self._routers.get(router_id)
+        if buffer is None:
             self._on_lost(router_id)
             return
         try:
-            kept.put(frame)
+            buffer.put(frame)
         except Unwritable:
             log.exception("a frame cannot be serialised")
             self._lose(router_id, "cannot receive its frame")
             return
-        if len(kept.frames) > KEPT_FRAMES or kept.size > KEPT_BYTES:
-            self._lose(router_id, f"has not read {len(kept.frames)} frames")
+        if len(buffer.frames) > KEPT_FRAMES or buffer.size > KEPT_BYTES:
+            self._lose(router_id, f"has not read {len(buffer.frames)} frames")
 
     def stop(self) -> None:
         """End every stream after its queued frames."""
         self._stopped = True
-        for kept in self._routers.values():
-            kept.leave()
+        for buffer in self._routers.values():
+            buffer.detach()
         self._routers.clear()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats on idle streams; routers that are absent or silent for too long are lost."""
         now = self._clock.now()
-        for router_id, kept in list(self._routers.items()):
-            if now - kept.heard > (FROZEN_S if kept.reader else ABSENT_S):
-                self._lose(router_id, "is silent" if kept.reader else "is disconnected")
-            elif kept.reader is not None and kept.reader.empty():
-                kept.reader.put_nowait(self._heartbeat(kept))
+        for router_id, buffer in list(self._routers.items()):
+            if now - buffer.last_seen > (FROZEN_S if buffer.reader else ABSENT_S):
+                self._lose(router_id, "is silent" if buffer.reader else "is disconnected")
+            elif buffer.reader is not None and buffer.reader.empty():
+                buffer.reader.put_nowait(self._heartbeat(buffer))
         pulse = self._pulse()
-        period_s = HURRIED_S if max(pulse.engine_s, pulse.link_s) > STALLED_S else HEARTBEAT_S
-        self._timer = asyncio.get_running_loop().call_later(period_s, self._beat) if self._routers else None
+        period_s = STALLED_HEARTBEAT_S if max(pulse.engine_s, pulse.link_s) > STALLED_S else HEARTBEAT_S
+        self._timer = asyncio.get_running_loop().call_later(period_s, self._send_heartbeats) if self._routers else None
 
-    def _heartbeat(self, kept: Kept) -> bytes:
-        return pack(StepFrame(number=kept.last, pulse=self._pulse()))
+    def _heartbeat(self, buffer: FrameBuffer) -> bytes:
+        return pack(StepFrame(number=buffer.last, pulse=self._pulse()))
 
     def _lose(self, router_id: str, why: str) -> None:
         log.info("%s %s: aborting its requests", router_id, why)
-        self._routers.pop(router_id).leave()
+        self._routers.pop(router_id).detach()
         self._on_lost(router_id)
 
 

@@ -15,7 +15,7 @@ from kvferry.worker.service import Base
 
 GATHER_S = 0.2
 """Seconds between two checks for new blocks."""
-TURN = 4096
+MAX_HELD = 4096
 """Maximum number of blocks held or visited in one check, so that the engine is not delayed for long."""
 
 
@@ -47,31 +47,31 @@ class TierWriter:
         self._waits = False
 
     @property
-    def _ways(self) -> dict[str, Counter]:
+    def _counters(self) -> dict[str, Counter]:
         return self._base.metrics.tiers.blocks[self._name]
 
     def take(self, event: BlocksChanged) -> None:
         """Queue new blocks for writing, and drop retracted ones from the tier."""
         pool = self._base.parts.engine.pool
-        miss_reasons, aside = pool.miss_reasons, pool.changes.aside
+        miss_reasons, untiered = pool.miss_reasons, pool.changes.untiered
         wrong = [each for each in event.removed if miss_reasons.reason(each) == "retracted"]
         if wrong:
             self._drops.drop(wrong)
         lost = [each for each in event.removed if self._fresh.pop(each, None) is not None]
-        self._ways["lost"].inc(len(lost))
-        new = [*(each for each in event.stored if each not in aside), *event.kept]
+        self._counters["lost"].inc(len(lost))
+        new = [*(each for each in event.stored if each not in untiered), *event.kept]
         self._fresh.update(dict.fromkeys(new, time.monotonic()))
-        self._look_again()
+        self._schedule()
 
-    def _look_again(self) -> None:
+    def _schedule(self) -> None:
         if self._fresh and not self._waits:
             self._waits = True
-            later(self._base, GATHER_S, self._look)
+            later(self._base, GATHER_S, self._write_new)
 
-    def _look(self, engine: Engine) -> None:
+    def _write_new(self, engine: Engine) -> None:
         self._waits = False
         self._gather(engine)
-        self._look_again()
+        self._schedule()
 
     def _gather(self, engine: Engine) -> None:
         """Write the queued blocks that are worth it, newest first.

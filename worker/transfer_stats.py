@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvferry.kv_transfer.ports import ShipStats
 from kvferry.protocol.lease import Sent
 
-LATELY_S = 20.0
+WINDOW_S = 20.0
 """Length of the statistics window, in seconds."""
 MAX_KEPT, MAX_ROWS = 512, 8
 """Maximum number of transfers that are kept, and of rows that the lease announces."""
@@ -38,8 +38,8 @@ class TransferStats:
             self._transfers.append(_Transfer(self._clock(), kind, node_id, stats.blocks, stats.bytes))
 
     def rows(self) -> tuple[Sent, ...]:
-        """Return the transfers of the last LATELY_S seconds by kind and node, the most bytes first."""
-        since = self._clock() - LATELY_S
+        """Return the transfers of the last WINDOW_S seconds by kind and node, the most bytes first."""
+        since = self._clock() - WINDOW_S
         with self._lock:
             while self._transfers and self._transfers[0].at < since:
                 self._transfers.popleft()
@@ -47,7 +47,7 @@ class TransferStats:
             for each in self._transfers:
                 found.setdefault((each.kind, each.node_id), []).append(each)
         rows = [
-            Sent(kind, node_id, len(all_), sum(t.blocks for t in all_), sum(t.size for t in all_) / LATELY_S)
+            Sent(kind, node_id, len(all_), sum(t.blocks for t in all_), sum(t.size for t in all_) / WINDOW_S)
             for (kind, node_id), all_ in found.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_s)[:MAX_ROWS])

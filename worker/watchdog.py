@@ -19,7 +19,7 @@ from kvferry.worker.rates import RateMeter
 
 log = logging.getLogger("kvferry.worker")
 
-LOOK_S = 0.1
+CHECK_S = 0.1
 """Seconds between two checks of the threads."""
 ENGINE_S, LINK_S, LOOP_S, RANK_S, MEDIA_S = 15.0, 3.0, 5.0, 3.0, 300.0
 """Seconds without progress after which a thread counts as hanging.
@@ -36,12 +36,12 @@ SLOW = 10.0
 Large steps of large models on few cores are long, and attention is slower at the end of a long prompt."""
 INTERPRETER_S = 60.0
 """Seconds without progress of the Python interpreter after which a timer outside it ends the process."""
-LAST_S = 1.5
+EXIT_GRACE_S = 1.5
 """Seconds that the asyncio loop has to end the node before the watchdog ends the process."""
 
 
 @dataclass(slots=True)
-class Watched:
+class WatchedThread:
     """Progress of one thread.
 
     mark: returns a value that changes with the thread's progress; None while it is idle. still_s: seconds without
@@ -57,7 +57,7 @@ class Watched:
     still_s: float = 0.0
     starved_s: float = 0.0
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Update the figures at time `now`."""
         mark, own = self.mark(), now - self.held_up()
         if mark is None or mark != self.last:
@@ -65,13 +65,13 @@ class Watched:
         self.still_s, self.starved_s = max(0.0, own - self.since), max(0.0, self.starved() - self.starved_since)
 
 
-class ThreadVitals:
+class ThreadLiveness:
     """Progress of all threads and ranks: `fault` says why the process must end, `pulse` feeds heartbeats.
 
     A pulse holds the expected time of a step with the running step's tokens; `fault` uses that of a full step.
 
     budget: maximum tokens of a step. ranks: the other ranks, each a process. embeddings: the encoder of media. Only the
-    watchdog calls `look`."""
+    watchdog calls `check`."""
 
     def __init__(
         self,
@@ -86,19 +86,19 @@ class ThreadVitals:
         self._engine, self._link, self._budget, self._rates, self._ranks = engine, link, budget, rates, ranks
         self._clock = SuspendAwareClock()
         self._threads = {
-            "engine": Watched(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id)),
-            "link": Watched(lambda: link.heartbeat, lambda: held_up_s(link.native_id)),
-            "loop": Watched(lambda: loop.ticks),
+            "engine": WatchedThread(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id)),
+            "link": WatchedThread(lambda: link.heartbeat, lambda: held_up_s(link.native_id)),
+            "loop": WatchedThread(lambda: loop.ticks),
         }
-        self._encoder = Watched(lambda: embeddings.mark if embeddings is not None else None)
-        signs = ranks.signs if ranks is not None else []
-        self._others = [Watched(lambda i=i: self._ranks.signs[i]) for i, _ in enumerate(signs)]  # type: ignore
+        self._encoder = WatchedThread(lambda: embeddings.mark if embeddings is not None else None)
+        heartbeats = ranks.heartbeats if ranks is not None else []
+        self._others = [WatchedThread(lambda i=i: self._ranks.heartbeats[i]) for i, _ in enumerate(heartbeats)]  # type: ignore
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check every thread and rank once."""
         self._clock.tick()
         for each in (*self._threads.values(), *self._others, self._encoder):
-            each.look(self._clock.now())
+            each.check(self._clock.now())
 
     @property
     def pulse(self) -> Pulse:
@@ -112,7 +112,7 @@ class ThreadVitals:
         if self._link.fault is not None:
             return f"the link thread ended: {self._link.fault}"
         ended = self._ranks.ended if self._ranks is not None else None
-        return ended or self._engine.fault or self._hang()
+        return ended or self._engine.fault or self._hang_fault()
 
     @property
     def _usual_s(self) -> float:
@@ -124,7 +124,7 @@ class ThreadVitals:
         rates = self._rates.rates
         return max(rates.step_s, tokens / max(1.0, rates.prefill_tokens_per_s))
 
-    def _hang(self) -> str | None:
+    def _hang_fault(self) -> str | None:
         pulse = self.pulse
         if pulse.engine_s - self._threads["engine"].starved_s > max(ENGINE_S, SLOW * self._usual_s):
             return f"a step of the engine has taken {pulse.engine_s:.0f} s"
@@ -140,10 +140,10 @@ class ThreadVitals:
         return None
 
 
-class Vitals(Protocol):
+class Liveness(Protocol):
     """Progress of a process's threads."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check every thread once."""
         ...
 
@@ -154,22 +154,22 @@ class Vitals(Protocol):
 
 
 class Watchdog:
-    """Thread that checks the vitals from `start` to `stop`.
+    """Thread that checks the threads from `start` to `stop`.
 
-    On a fault it calls `on_fault` once. If it is not stopped within LAST_S, the asyncio loop hangs too, and it calls
-    `last` with the fault.
+    On a fault it calls `on_fault` once. If it is not stopped within EXIT_GRACE_S, the asyncio loop hangs too, and it
+    calls `force_exit` with the fault.
 
     of_process: end the process, too, when the interpreter itself does not run for INTERPRETER_S."""
 
     def __init__(
         self,
-        vitals: Vitals,
+        liveness: Liveness,
         on_fault: Callable[[], None],
         last: Callable[[str], None],
         *,
         of_process: bool,
     ) -> None:
-        self._vitals, self._on_fault, self._last, self._of_process = vitals, on_fault, last, of_process
+        self._liveness, self._on_fault, self._force_exit, self._of_process = liveness, on_fault, last, of_process
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -183,16 +183,16 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        looks = 0
-        while not self._stop.wait(LOOK_S):
-            if self._of_process and looks % 50 == 0:
+        checks = 0
+        while not self._stop.wait(CHECK_S):
+            if self._of_process and checks % 50 == 0:
                 faulthandler.dump_traceback_later(INTERPRETER_S, exit=True)
-            looks += 1
-            self._vitals.look()
-            if (fault := self._vitals.fault) is not None:
+            checks += 1
+            self._liveness.check()
+            if (fault := self._liveness.fault) is not None:
                 self._on_fault()
-                if not self._stop.wait(LAST_S):
-                    self._last(fault)
+                if not self._stop.wait(EXIT_GRACE_S):
+                    self._force_exit(fault)
                 break
         if self._of_process:
             faulthandler.cancel_dump_traceback_later()

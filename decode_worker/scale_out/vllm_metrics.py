@@ -25,11 +25,11 @@ class VllmMetrics:
         registry = base.metrics.registry
         self._last: dict[Key, float] = {}
 
-        def gauge(name: str, told: str, read: Callable[[Load], float]) -> None:
-            Gauge(f"vllm:{name}", told, registry=registry).set_function(lambda: read(base.engine.load))
+        def gauge(name: str, description: str, read: Callable[[Load], float]) -> None:
+            Gauge(f"vllm:{name}", description, registry=registry).set_function(lambda: read(base.engine.load))
 
-        def counter(name: str, told: str) -> Counter:
-            return Counter(f"vllm:{name}", told, registry=registry)
+        def counter(name: str, description: str) -> Counter:
+            return Counter(f"vllm:{name}", description, registry=registry)
 
         gauge("num_requests_running", "Requests that run.", lambda load: load.running_requests)
         gauge("num_requests_waiting", "Requests that wait in the engine.", lambda load: load.waiting_requests)

@@ -17,9 +17,9 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.kernels.lora import Adapter, Layers
 
-Hear = Callable[[], bytes | bytearray]
+Receive = Callable[[], bytes | bytearray]
 """Callable that returns the next message of rank 0; it raises OSError or EOFError once rank 0 is gone."""
-GO_ON, STOP = b"1", b"0"
+CONTINUE, STOP = b"1", b"0"
 """Answers that rank 0 sends between two layers to ranks that ask whether to continue."""
 
 
@@ -36,9 +36,9 @@ class Forward:
     asks: bool
     draws: bool
 
-    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
         """Run the forward pass on this rank."""
-        wanted: Wanted = (lambda: hear() == GO_ON) if self.asks else always
+        wanted: Wanted = (lambda: receive() == CONTINUE) if self.asks else always
         token_ids, plan = part.inputs(self.token_ids, self.plan)
         hidden = part.decoder.forward(token_ids, kv, plan, wanted, self.halfway and part.brought(self.halfway))
         if self.draws:
@@ -51,7 +51,7 @@ class Logits:
 
     hidden: torch.Tensor
 
-    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
         """Compute this rank's logits."""
         part.decoder.logits(self.hidden.to(part.decoder.device))
 
@@ -63,7 +63,7 @@ class CopyBlock:
     source: int
     target: int
 
-    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
         """Copy the block in this rank's pool."""
         part.decoder.copy_block(kv, self.source, self.target)
 
@@ -76,7 +76,7 @@ class TakeAdapter:
     id: str
     others: tuple[Layers, ...]
 
-    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
         """Store this rank's part of the adapter."""
         own = joined_layers(self.others[part.group.rank - 1], part.group, part.decoder.device)
         part.adapters[self.number] = Adapter(self.id, own)
@@ -88,7 +88,7 @@ class DropAdapter:
 
     number: int
 
-    def run(self, part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+    def run(self, part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
         """Free the adapter."""
         part.adapters.pop(self.number).release()
 
@@ -106,15 +106,15 @@ def packed(call: Call, numbers: Numbers | None = None) -> bytes:
 
 
 @torch.inference_mode()
-def follow(part: RankWorker, kv: torch.Tensor, hear: Hear) -> None:
+def follow(part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
     """Execute the calls of rank 0 on the pool `kv` until `hear` raises.
 
     `kv` is the whole pool where the ranks share it, else this rank's own."""
     kv = part.of_pool(kv)
     while True:
-        call: Call = _Unpickler(io.BytesIO(hear()), part.adapters).load()
+        call: Call = _Unpickler(io.BytesIO(receive()), part.adapters).load()
         try:
-            call.run(part, kv, hear)
+            call.run(part, kv, receive)
         except ForwardAbandoned:
             continue
 

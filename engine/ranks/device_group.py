@@ -1,7 +1,7 @@
 """DeviceGroup: collective operations of ranks with a device each, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
 A rank has a group object of its own and uses no process-wide registry, so a process may be a rank of several nodes.
-`engine.ranks.meeting` is where ranks find each other."""
+`engine.ranks.rendezvous` is where ranks find each other."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvferry.engine.ranks.meeting import Meeting
+from kvferry.engine.ranks.rendezvous import Rendezvous
 from kvferry.engine.ranks.shard import FLAG
 from kvferry.protocol.errors import ConfigError, reason
 from kvferry.runtime.address import is_loopback
 
 _dist: Any = dist  # torch's process groups have no type stubs
-PATIENCE = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=120)
 """Longest wait for another rank, at the rendezvous and within a step; the group fails afterwards."""
 
 
@@ -35,18 +35,18 @@ class DeviceGroup:
 
     apart = True
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, meeting: Meeting) -> None:
-        """Create an unconnected group, which owns its meeting."""
+    def __init__(self, rank: int, ranks: int, device: torch.device, rendezvous: Rendezvous) -> None:
+        """Create an unconnected group, which owns its rendezvous."""
         self.rank, self.ranks = rank, ranks
-        self._device, self._meeting = device, meeting
+        self._device, self._rendezvous = device, rendezvous
         self._backend: Any = None
 
     def connect(self, where: bytes = b"") -> None:
         """Return once all ranks are connected and a test sum is right.
 
-        where: what rank 0's meeting says of itself. Raises ConfigError if they are not connected in time."""
+        where: `where` of rank 0's rendezvous. Raises ConfigError if they are not connected in time."""
         try:
-            store = self._meeting.store(self.rank, self.ranks, where, PATIENCE)
+            store = self._rendezvous.store(self.rank, self.ranks, where, TIMEOUT)
             self._backend = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
             found = self.sum(torch.full((3,), 1.0 + self.rank, device=self._device)).tolist()
         except Exception as error:
@@ -58,11 +58,11 @@ class DeviceGroup:
     def close(self) -> None:
         """Close the connections.
 
-        Must not be called while an operation is running. An abandoned group leaves its meeting open. NCCL's
+        Must not be called while an operation is running. An abandoned group leaves its rendezvous open. NCCL's
         communicator ends with the process, because ending it may wait for ranks that are gone."""
         if self._backend is not None and self._device.type == "cpu":
             self._backend = None
-            self._meeting.close()
+            self._rendezvous.close()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self._backend.allreduce([x]).wait()
@@ -77,20 +77,20 @@ class DeviceGroup:
         """Do nothing: each rank writes shared heads' K/V into a pool of its own."""
 
     def _gloo(self, store: Any) -> Any:
-        """Return a gloo backend that listens on the meeting's address only."""
+        """Return a gloo backend that listens on the rendezvous's address only."""
         kind = _dist.ProcessGroupGloo
         options = kind._Options()
-        options._devices = [kind.create_device(hostname=self._meeting.address)]
-        options._timeout = PATIENCE
+        options._devices = [kind.create_device(hostname=self._rendezvous.address)]
+        options._timeout = TIMEOUT
         return kind(store, self.rank, self.ranks, options)
 
     def _nccl(self, store: Any) -> Any:
         """Return an NCCL backend; where all ranks are on one host, its bootstrap listens on loopback.
 
         The environment may say otherwise."""
-        if is_loopback(self._meeting.address):
+        if is_loopback(self._rendezvous.address):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         kind = _dist.ProcessGroupNCCL
         options = kind.Options()
-        options._timeout = PATIENCE
+        options._timeout = TIMEOUT
         return kind(store, self.rank, self.ranks, options)

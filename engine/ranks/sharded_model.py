@@ -11,7 +11,7 @@ from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned, Model, SuspendedPass, Wanted
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ranks.adapters import Numbers
-from kvferry.engine.ranks.calls import GO_ON, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
+from kvferry.engine.ranks.calls import CONTINUE, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
 from kvferry.engine.ranks.group import Group
 from kvferry.engine.ranks.rank_worker import RankWorker
 from kvferry.kernels.batch_plan import BatchPlan
@@ -32,13 +32,13 @@ class ShardedModel(Model):
     resumable = True
     fed_by_host = True
 
-    def __init__(self, decoder: Decoder, group: Group, tell: Callable[[bytes], None]) -> None:
+    def __init__(self, decoder: Decoder, group: Group, send: Callable[[bytes], None]) -> None:
         self.info, self.dtype, self.device, self.ops = decoder.info, decoder.dtype, decoder.device, decoder.ops
         self.ranks = group.ranks
-        self.own, self._tell, self._lost = RankWorker(decoder, group), tell, ""
+        self.own, self._send, self._lost = RankWorker(decoder, group), send, ""
         self._numbers = Numbers(
-            lambda number, adapter: tell(packed(TakeAdapter(number, adapter.id, adapter.others))),
-            lambda number: tell(packed(DropAdapter(number))),
+            lambda number, adapter: send(packed(TakeAdapter(number, adapter.id, adapter.others))),
+            lambda number: send(packed(DropAdapter(number))),
         )
 
     def forward(
@@ -52,32 +52,32 @@ class ShardedModel(Model):
         """Return the hidden states of all tokens: see `Model`."""
         with self._together():
             asks = wanted is not always
-            self._tell_step(Forward(token_ids, plan, halfway, asks, draws=False))
-            wanted = self._agreed(wanted) if asks else wanted
+            self._send_step(Forward(token_ids, plan, halfway, asks, draws=False))
+            wanted = self._synchronized(wanted) if asks else wanted
             return self._forward(token_ids, kv, plan, wanted, halfway)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab]."""
         with self._together():
-            self._tell(packed(Logits(hidden)))
+            self._send(packed(Logits(hidden)))
             return self.own.decoder.logits(hidden)
 
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         """Compute a step of decodes and return its logits."""
         with self._together():
-            self._tell_step(Forward(token_ids, plan, None, asks=False, draws=True))
+            self._send_step(Forward(token_ids, plan, None, asks=False, draws=True))
             return NextLogits(self.own.decoder.logits(self._forward(token_ids, kv, plan)))
 
     def copy_block(self, kv: torch.Tensor, source: int, target: int) -> None:
         """Copy the block in every rank's pool."""
         with self._together():
             if self.own.group.apart:
-                self._tell(packed(CopyBlock(source, target)))
+                self._send(packed(CopyBlock(source, target)))
             kv[target].copy_(kv[source])
 
-    def _tell_step(self, step: Forward) -> None:
+    def _send_step(self, step: Forward) -> None:
         self._numbers.bring(step.plan)
-        self._tell(packed(step, self._numbers))
+        self._send(packed(step, self._numbers))
 
     def _forward(
         self,
@@ -90,12 +90,12 @@ class ShardedModel(Model):
         token_ids, plan = self.own.inputs(token_ids, plan)
         return self.own.decoder.forward(token_ids, self.own.of_pool(kv), plan, wanted, halfway)
 
-    def _agreed(self, wanted: Wanted) -> Wanted:
+    def _synchronized(self, wanted: Wanted) -> Wanted:
         """Return a `wanted` whose answers the other ranks get, too, so that all stop before the same layer."""
 
         def asked() -> bool:
             found = wanted()
-            self._tell(GO_ON if found else STOP)
+            self._send(CONTINUE if found else STOP)
             return found
 
         return asked

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-TURNS = 2
+NUM_BUFFERS = 2
 """Buffers that alternate."""
 ROOM = 1 << 18
 """Numbers per exchange: 1 MiB. Longer operands are exchanged in pieces."""
@@ -25,9 +25,9 @@ class SharedGroup:
 
     apart = False
 
-    def __init__(self, rank: int, places: torch.Tensor, meet: Callable[[], None]) -> None:
+    def __init__(self, rank: int, places: torch.Tensor, barrier: Callable[[], None]) -> None:
         self.rank, self.ranks = rank, places.shape[1]
-        self.written, self._places, self._turn = meet, places, 0
+        self.written, self._places, self._turn = barrier, places, 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         for piece, parts in self._exchanged(x):
@@ -47,7 +47,7 @@ class SharedGroup:
     def _exchanged(self, x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each piece [n] of x, and that piece of all ranks [ranks, n]."""
         for piece in torch.split(x.view(-1), self._places.shape[2]):
-            self._turn = (self._turn + 1) % TURNS
+            self._turn = (self._turn + 1) % NUM_BUFFERS
             parts = self._places[self._turn, :, : len(piece)]
             parts[self.rank] = piece
             self.written()

@@ -53,7 +53,7 @@ class NewcomerPriority:
         """Return the longest pause before the next step, in seconds.
 
         It is 0 unless a newcomer's prompt is computed elsewhere, and none here."""
-        if not any(r.job.newcomer for r in self._request_table.seated if r.grant is not None):
+        if not any(r.job.newcomer for r in self._request_table.holding_blocks if r.grant is not None):
             return 0.0
         here = [request for request in self._request_table.running if request.job.newcomer]
         if any(not request.output_len for request in here):

@@ -19,8 +19,8 @@ class LlamaCppPooling:
     async def pool(self, task: PoolingTask, call: PoolingCall) -> array[float]:
         """Return the vector of a prompt, unscaled. Logits are refused: the server ranks texts, not tokens."""
         _require_embed(task)
-        told = await self._http.post("/v1/embeddings", {"input": call.token_ids, "embd_normalize": -1}, None)
-        return _numbers(told, "data", 0, "embedding")
+        reported = await self._http.post("/v1/embeddings", {"input": call.token_ids, "embd_normalize": -1}, None)
+        return _numbers(reported, "data", 0, "embedding")
 
 
 class SglangPooling:
@@ -37,8 +37,8 @@ class SglangPooling:
             body["lora_path"] = call.adapter
         if call.cache_salt:
             body["cache_salt"] = call.cache_salt
-        told = await self._http.post("/encode", body, None)
-        return _numbers(told[0] if isinstance(told, list) and told else told, "embedding")
+        reported = await self._http.post("/encode", body, None)
+        return _numbers(reported[0] if isinstance(reported, list) and reported else reported, "embedding")
 
 
 def _require_embed(task: PoolingTask) -> None:
@@ -46,10 +46,10 @@ def _require_embed(task: PoolingTask) -> None:
         raise InvalidRequest("this model's engine gives no logits of labels", param="model")
 
 
-def _numbers(told: Any, *path: str | int) -> array[float]:
+def _numbers(reported: Any, *path: str | int) -> array[float]:
     try:
         for name in path:
-            told = told[name]
-        return array("f", told)
+            reported = reported[name]
+        return array("f", reported)
     except (TypeError, LookupError, OverflowError) as error:
         raise StepFailed(f"the engine's answer holds no vector: {type(error).__name__}") from error

@@ -23,7 +23,7 @@ GRAMMARS = ("json_schema", "json_object", "ebnf")
 ANY_JSON = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 RANDOM_SEED = 2**32 - 1
 """Seed that the server takes as "choose one"; real seeds are below it."""
-MOST_SPELLED = 4096
+MAX_SPELLED = 4096
 """Maximum number of texts whose tokens are remembered."""
 END_S = 1.0
 """Maximum time between the last event of an answer and its end, in seconds."""
@@ -99,7 +99,7 @@ class LlamaCppEngine:
             if not answer.ended:
                 await stream
                 raise StepFailed("the engine's answer ended without a finish reason")
-            if answer.told_end:  # the connection stays open for the next call
+            if answer.reported_end:  # the connection stays open for the next call
                 await asyncio.wait({stream}, timeout=END_S)
         finally:
             with contextlib.suppress(KvferryError):
@@ -113,10 +113,10 @@ class LlamaCppEngine:
         """Return the tokens of a text, by the server's own tokenizer."""
         if (known := self._spelled.get(text)) is not None:
             return known
-        if len(self._spelled) >= MOST_SPELLED:
+        if len(self._spelled) >= MAX_SPELLED:
             self._spelled.clear()
-        told = await self._http.post("/tokenize", {"content": text, "add_special": False, "parse_special": False})
-        found = self._spelled[text] = tuple(told["tokens"])
+        reported = await self._http.post("/tokenize", {"content": text, "add_special": False, "parse_special": False})
+        found = self._spelled[text] = tuple(reported["tokens"])
         return found
 
 

@@ -27,7 +27,7 @@ class Answer:
         self._ending = frozenset(params.ending_token_ids)
         self._predicted = 0
         self._cached: int | None = None
-        self.ended = self.told_end = False
+        self.ended = self.reported_end = False
 
     async def take(self, chunk: dict[str, Any]) -> None:
         """Take one event. Raises StepFailed or InvalidRequest for an error that the server sends."""
@@ -40,27 +40,29 @@ class Answer:
         stops = next((at for at, token in enumerate(tokens, start=1) if token in self._ending), 0)
         if stops:
             tokens, logprobs = tokens[:stops], logprobs and logprobs[:stops]
-        self.told_end = bool(chunk.get("stop"))
-        self.ended = bool(stops) or self.told_end
+        self.reported_end = bool(chunk.get("stop"))
+        self.ended = bool(stops) or self.reported_end
         reason = None if not self.ended else "stop" if stops or chunk.get("stop_type") == "eos" else "length"
         if tokens or self.ended:
             self._deliver(EngineDelta(tokens, logprobs, reason, self._cached_tokens(chunk)))
 
     async def _tokens(self, chunk: dict[str, Any]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
         """Return all tokens of the event's text; those that the server omitted get log-probability 0."""
-        told = tuple(chunk.get("tokens") or ())
+        reported = tuple(chunk.get("tokens") or ())
         predicted = int(chunk.get("tokens_predicted") or 0)
-        left_out = predicted - self._predicted - len(told)
+        left_out = predicted - self._predicted - len(reported)
         self._predicted = predicted
-        tokens = told
-        if left_out > 0 and told and chunk.get("content"):
+        tokens = reported
+        if left_out > 0 and reported and chunk.get("content"):
             tokens = await self._tokenized(chunk["content"])
         if self._params.logprobs is None:
             return tokens, None
-        rows = [_row(row, self._params.logprobs) for row in (chunk.get("completion_probabilities") or [])[: len(told)]]
+        rows = [
+            _row(row, self._params.logprobs) for row in (chunk.get("completion_probabilities") or [])[: len(reported)]
+        ]
         known = {row.token_id: row for row in rows}
         return tokens, tuple(
-            known.get(token, TokenLogprobs(token, 0.0, 1)) if at >= len(tokens) - len(told) else
+            known.get(token, TokenLogprobs(token, 0.0, 1)) if at >= len(tokens) - len(reported) else
             TokenLogprobs(token, 0.0, 1)
             for at, token in enumerate(tokens)
         )  # fmt: skip

@@ -142,8 +142,8 @@ class OpenaiEngine:
             self._vocabulary = TextVocabulary(load_tokenizer(source))
 
     async def _models(self) -> list[dict[str, Any]]:
-        told = await self._http.get(MODELS)
-        found = told.get("data") if isinstance(told, dict) else None
+        reported = await self._http.get(MODELS)
+        found = reported.get("data") if isinstance(reported, dict) else None
         if not isinstance(found, list) or not all(isinstance(each, dict) and each.get("id") for each in found):
             raise ConfigError(f"{self._http.url}{MODELS} is not a list of models: is it the URL of an OpenAI server?",
                               param="url")  # fmt: skip
@@ -179,8 +179,8 @@ class OpenaiEngine:
         choices = [choice for chunk in chunks for choice in chunk.get("choices") or ()]
         if not choices:
             raise StepFailed(f"the engine's answer to {COMPLETIONS} is not a stream of completions")
-        told = next((str(chunk["system_fingerprint"]) for chunk in chunks if chunk.get("system_fingerprint")), "")
-        return _Form(extras and any(map(token_ids, choices)), extras, told[:64])
+        reported = next((str(chunk["system_fingerprint"]) for chunk in chunks if chunk.get("system_fingerprint")), "")
+        return _Form(extras and any(map(token_ids, choices)), extras, reported[:64])
 
     async def _find_identity(self) -> str:
         """Find how one process of the server differs from the next, and return its id."""
@@ -199,8 +199,8 @@ class OpenaiEngine:
         """Return the times at which model and process began, of those requested; 0: unknown."""
         of_model = of_process = 0.0
         if created:
-            told = self._chosen(await self._models()).get("created")
-            of_model = float(told) if isinstance(told, int | float) else 0.0
+            reported = self._chosen(await self._models()).get("created")
+            of_model = float(reported) if isinstance(reported, int | float) else 0.0
         if metrics:
             try:
                 of_process = value(await self._http.text("/metrics"), "process_start_time_seconds")
@@ -213,12 +213,12 @@ class OpenaiEngine:
 def _length(model: dict[str, Any]) -> int:
     """Return the length of the context under the names that servers have for it; 0: unknown."""
     meta = model.get("meta") or {}
-    for told in (
+    for reported in (
         model.get("max_model_len"),
         meta.get("n_ctx"),
         model.get("context_length"),
         model.get("context_window"),
     ):
-        if isinstance(told, int) and told > 0:
-            return told
+        if isinstance(reported, int) and reported > 0:
+            return reported
     return 0

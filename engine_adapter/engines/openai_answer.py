@@ -81,17 +81,17 @@ class Answer:
     def _read(self, choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
         """Return the new tokens of a choice, and their log-probabilities if they are asked for."""
         asked = self._params.logprobs
-        told = rows_of(choice.get("logprobs")) if asked is not None else []
+        reported = rows_of(choice.get("logprobs")) if asked is not None else []
         if self._text is None:
             ids = token_ids(choice)
             if choice.get("text") and not ids:
                 raise StepFailed("the engine's answer has text without token ids")
-            return ids, None if asked is None else of_tokens(ids, told, asked, self._vocabulary)
+            return ids, None if asked is None else of_tokens(ids, reported, asked, self._vocabulary)
         text = choice.get("text") or ""
         ids = self._text.feed(text)
         if asked is None or self._vocabulary is None:
             return ids, None
-        return of_text(text, ids, told, asked, self._vocabulary) if ids else (ids, ())
+        return of_text(text, ids, reported, asked, self._vocabulary) if ids else (ids, ())
 
     def _count_end(self) -> None:
         """Add the end-of-sequence token of a text, if the usage counts it, since text does not contain it."""
@@ -111,10 +111,10 @@ def token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
     return ()
 
 
-def finish_reason(told: Any) -> str | None:
+def finish_reason(reported: Any) -> str | None:
     """Return stop, length or None. Raises StepFailed if the server ended the request for another reason."""
-    if told is None or told == "":
+    if reported is None or reported == "":
         return None
-    if told not in _REASONS:
-        raise StepFailed(f"the engine ended the request: {str(told)[:100]}")
-    return _REASONS[told]
+    if reported not in _REASONS:
+        raise StepFailed(f"the engine ended the request: {str(reported)[:100]}")
+    return _REASONS[reported]

@@ -22,18 +22,18 @@ class Row:
     top: tuple[tuple[int | str, float], ...] = ()
 
 
-def rows_of(told: Any) -> list[Row]:
+def rows_of(reported: Any) -> list[Row]:
     """Return the entries of `choices[].logprobs`: parallel lists (completions) or objects (chat; llama.cpp)."""
-    if not told:
+    if not reported:
         return []
-    if (content := told.get("content")) is not None:
+    if (content := reported.get("content")) is not None:
         return [
             Row(_name(each), _number(each["logprob"]),
                 tuple((_name(top), _number(top["logprob"])) for top in each.get("top_logprobs") or ()))
             for each in content
         ]  # fmt: skip
-    names, values = told.get("tokens") or [], told.get("token_logprobs") or []
-    tops = told.get("top_logprobs") or [None] * len(names)
+    names, values = reported.get("tokens") or [], reported.get("token_logprobs") or []
+    tops = reported.get("top_logprobs") or [None] * len(names)
     return [
         Row(_id(name), _number(value), tuple((_id(each), _number(found)) for each, found in (top or {}).items()))
         for name, value, top in zip(names, values, tops, strict=True)
@@ -85,9 +85,9 @@ def _known(token: int | str, vocabulary: TextVocabulary | None) -> int | None:
     return vocabulary.token(token) if vocabulary else None
 
 
-def _name(told: dict[str, Any]) -> int | str:
-    found = told.get("id")
-    return found if isinstance(found, int) else _id(told["token"])
+def _name(reported: dict[str, Any]) -> int | str:
+    found = reported.get("id")
+    return found if isinstance(found, int) else _id(reported["token"])
 
 
 def _id(name: str) -> int | str:

@@ -14,7 +14,7 @@ UNSUPPORTED = ("top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words"
 """Parameters that the API does not name: a server may ignore them silently."""
 _OFF: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "repetition_penalty": (1.0,)}
 """Values that turn a parameter off, if they are not None, empty or 0."""
-MOST_LOGPROBS = 5
+MAX_API_LOGPROBS = 5
 """Maximum number of likely tokens for which the API returns log-probabilities."""
 
 
@@ -30,9 +30,10 @@ def check(job: Job, *, exact: bool) -> None:
             raise InvalidRequest(
                 f"{name} is not supported by this model's engine, limited to the OpenAI API", param=name
             )
-    if (params.logprobs or 0) > MOST_LOGPROBS:
+    if (params.logprobs or 0) > MAX_API_LOGPROBS:
         raise InvalidRequest(
-            f"logprobs must be at most {MOST_LOGPROBS} for this model's engine, got {params.logprobs}", param="logprobs"
+            f"logprobs must be at most {MAX_API_LOGPROBS} for this model's engine, got {params.logprobs}",
+            param="logprobs",
         )
     if job.grammar is not None:
         raise InvalidRequest("grammars and JSON schemas are not supported by this model's engine", param="grammar")

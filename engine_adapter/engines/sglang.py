@@ -43,26 +43,26 @@ class SglangEngine:
 
     async def facts(self) -> EngineFacts:
         """Return the server's version, model, page size and where it publishes KV events."""
-        told = await self._http.get("/server_info")
+        reported = await self._http.get("/server_info")
         loads = await self._http.get("/v1/models")
         metrics = await self._metrics()
-        self._rooms = Rooms(told)
-        page = int(told.get("page_size") or 1)
-        tokens = int(told.get("max_total_num_tokens") or 0)
+        self._rooms = Rooms(reported)
+        page = int(reported.get("page_size") or 1)
+        tokens = int(reported.get("max_total_num_tokens") or 0)
         return EngineFacts(
             kind="sglang",
-            version=str(told.get("version", "")),
+            version=str(reported.get("version", "")),
             process=_process(metrics),
-            model=str(told.get("model_path", "")),
+            model=str(reported.get("model_path", "")),
             served_names=tuple(each["id"] for each in loads["data"] if not each.get("parent")),
-            max_model_len=int(told.get("context_length") or loads["data"][0].get("max_model_len") or 0),
+            max_model_len=int(reported.get("context_length") or loads["data"][0].get("max_model_len") or 0),
             block_size=page,
             total_blocks=tokens // page,
-            max_num_seqs=int(told.get("max_running_requests") or 0),
-            arithmetic=f"{told.get('dtype', '')} cache {told.get('kv_cache_dtype', '')} "
-            f"deterministic {bool(told.get('enable_deterministic_inference'))}",
+            max_num_seqs=int(reported.get("max_running_requests") or 0),
+            arithmetic=f"{reported.get('dtype', '')} cache {reported.get('kv_cache_dtype', '')} "
+            f"deterministic {bool(reported.get('enable_deterministic_inference'))}",
             adapters=tuple(each["id"] for each in loads["data"] if each.get("parent")),
-            kv_events=event_source(told.get("kv_events"), self._http.host),
+            kv_events=event_source(reported.get("kv_events"), self._http.host),
             kv_transfer="rooms" if self._rooms.mode else "",
             kv_role=self._rooms.mode,
         )
@@ -132,9 +132,9 @@ class SglangEngine:
         """Compute a prompt in a room (`RoomEngine`). Raises StepFailed if the server abandons it."""
         call = replace(call, params=replace(call.params, max_tokens=1, min_tokens=min(1, call.params.min_tokens)))
         async with self._leaving(call):
-            told = await self._http.post("/generate", {**body(call), "stream": False}, None)
-            meta = told["meta_info"]
-            reason, tokens = finish_reason(meta.get("finish_reason")), tuple(told.get("output_ids") or ())[:1]
+            reported = await self._http.post("/generate", {**body(call), "stream": False}, None)
+            meta = reported["meta_info"]
+            reason, tokens = finish_reason(meta.get("finish_reason")), tuple(reported.get("output_ids") or ())[:1]
             if not tokens:
                 raise StepFailed("the engine's answer to a prompt has no token")
             logprobs = _logprobs(meta, 0, len(tokens), call.params)
@@ -206,24 +206,24 @@ def sampling(params: SamplingParams, grammar: Grammar | None) -> dict[str, Any]:
     return built
 
 
-def finish_reason(told: Any) -> str | None:
+def finish_reason(reported: Any) -> str | None:
     """Return stop, length or None. Raises StepFailed if the engine aborted the request."""
-    if told is None:
+    if reported is None:
         return None
-    kind = told.get("type") if isinstance(told, dict) else told
+    kind = reported.get("type") if isinstance(reported, dict) else reported
     if kind not in ("stop", "length"):
-        raise StepFailed(f"the engine ended the request: {told}")
+        raise StepFailed(f"the engine ended the request: {reported}")
     return str(kind)
 
 
-def event_source(told: Any, host: str) -> KvEventSource | None:
+def event_source(reported: Any, host: str) -> KvEventSource | None:
     """Return where the server publishes KV events, from its `kv_events`; None: nowhere."""
-    if not isinstance(told, dict) or told.get("publisher") != "zmq":
+    if not isinstance(reported, dict) or reported.get("publisher") != "zmq":
         return None
-    at = reachable(f"tcp://{told.get('endpoint_host', '*')}:", host)
-    replay = told.get("replay_endpoint_port_base")
+    at = reachable(f"tcp://{reported.get('endpoint_host', '*')}:", host)
+    replay = reported.get("replay_endpoint_port_base")
     return KvEventSource(
-        f"{at}{told['endpoint_port_base']}", f"{at}{replay}" if replay else "", str(told.get("topic") or "")
+        f"{at}{reported['endpoint_port_base']}", f"{at}{replay}" if replay else "", str(reported.get("topic") or "")
     )
 
 

@@ -17,15 +17,15 @@ BUSY = "not idle"
 """Text of a refusal that lasts until the server's requests end."""
 
 
-def current_mode(told: dict[str, Any]) -> str:
+def current_mode(reported: dict[str, Any]) -> str:
     """Return the server's `disaggregation_mode` of this moment, from /server_info; null if its ranks differ.
 
     The arguments at the top of the answer are those of its start; its ranks report the current ones."""
-    states = [each for each in told.get("internal_states") or () if isinstance(each, dict)]
+    states = [each for each in reported.get("internal_states") or () if isinstance(each, dict)]
     modes = {str(each["disaggregation_mode"]) for each in states if each.get("disaggregation_mode")}
     if len(modes) > 1:
         return "null"
-    return modes.pop() if modes else str(told.get("disaggregation_mode") or "null")
+    return modes.pop() if modes else str(reported.get("disaggregation_mode") or "null")
 
 
 async def switch_role(http: EngineHttp, role: str, graphs_gb: float) -> None:
@@ -34,10 +34,10 @@ async def switch_role(http: EngineHttp, role: str, graphs_gb: float) -> None:
     if graphs_gb:
         body["decode_cuda_graph_memory_gb"] = graphs_gb
     try:
-        told = await http.post(PATH, body, SWITCH_S)
+        reported = await http.post(PATH, body, SWITCH_S)
     except InvalidRequest as error:
         if BUSY in error.message:
             raise Overloaded(error.message, retry_after=1.0) from error
         raise
-    if not isinstance(told, dict) or told.get("success") is not True or told.get("new_role") != role:
-        raise StepFailed(f"the engine answered a change of its role with {str(told)[:500]}")
+    if not isinstance(reported, dict) or reported.get("success") is not True or reported.get("new_role") != role:
+        raise StepFailed(f"the engine answered a change of its role with {str(reported)[:500]}")

@@ -16,7 +16,7 @@ MODES = ("prefill", "decode")
 """Values of --disaggregation-mode of a server that does only prefill or only decode."""
 DEFAULT_PORT = 8998
 """Port of the bootstrap service of a server that does not report it."""
-NOBODY = "2.2.2.2"
+NO_DECODE_HOST = "2.2.2.2"
 """Host that SGLang takes for a decode server that is not there: the prompt is computed, and its blocks go nowhere."""
 ROOM_BITS = 63
 """Bits of a room's number."""
@@ -25,10 +25,10 @@ ROOM_BITS = 63
 class Rooms:
     """Rooms of one server. mode: of MODES; empty: the server does both."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        mode = current_mode(told)
+    def __init__(self, reported: dict[str, Any]) -> None:
+        mode = current_mode(reported)
         self.mode = mode if mode in MODES else ""
-        self._port = int(told.get("disaggregation_bootstrap_port") or DEFAULT_PORT)
+        self._port = int(reported.get("disaggregation_bootstrap_port") or DEFAULT_PORT)
 
     def draw(self, host: str) -> str:
         """Return a new room of this server, as a reference for one call of each engine.
@@ -38,7 +38,7 @@ class Rooms:
             raise ConfigError("only a server with --disaggregation-mode prefill has rooms", param="role")
         return json.dumps(
             {
-                "bootstrap_host": host or NOBODY,
+                "bootstrap_host": host or NO_DECODE_HOST,
                 "bootstrap_port": self._port,
                 "bootstrap_room": secrets.randbits(ROOM_BITS),
             },

@@ -116,8 +116,8 @@ class VllmEngine:
         """Compute a prompt for another server. vLLM sends the reference only in an answer that is not streamed."""
         body = vllm_params.prefill_body(call, call.adapter or self._model, await self._banned(call))
         answer = await self._http.post(GENERATE, body, None)
-        told = answer.get("kv_transfer_params") or {}
-        reference = json.dumps(told, separators=(",", ":")) if told.get("do_remote_prefill") else ""
+        reported = answer.get("kv_transfer_params") or {}
+        reference = json.dumps(reported, separators=(",", ":")) if reported.get("do_remote_prefill") else ""
         return Prefilled(vllm_params.whole(answer, call.params), reference)
 
     async def close(self) -> None:
@@ -129,8 +129,10 @@ class VllmEngine:
 
     async def _event_source(self) -> KvEventSource | None:
         """Return where the server publishes KV events; None: nowhere, or from several caches that it chooses among."""
-        told = await self._http.get("/kv_event_sources") or {}
-        sources = [each for each in told.values() if each.get("enable_kv_cache_events") and each["publisher"] == "zmq"]
+        reported = await self._http.get("/kv_event_sources") or {}
+        sources = [
+            each for each in reported.values() if each.get("enable_kv_cache_events") and each["publisher"] == "zmq"
+        ]
         if len(sources) > 1:
             log.warning(
                 "the engine has %d data-parallel ranks and chooses one for each prompt: their caches are not mirrored",
@@ -166,9 +168,9 @@ class VllmPooling:
         }  # fmt: skip
         if call.cache_salt:
             body["cache_salt"] = call.cache_salt
-        told = await self._http.post("/pooling", body, None)
+        reported = await self._http.post("/pooling", body, None)
         try:
-            return _numbers(base64.b64decode(told["data"][0]["data"], validate=True))
+            return _numbers(base64.b64decode(reported["data"][0]["data"], validate=True))
         except (TypeError, LookupError, ValueError, binascii.Error) as error:
             raise StepFailed(f"the engine's answer holds no vector: {type(error).__name__}") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.protocol.errors import InvalidRequest, StepFailed
 
-MOST_KNOWN = 1024
+MAX_KNOWN = 1024
 """Maximum number of sets of sequences whose texts are remembered."""
 
 Sequences = tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class BadWordTexts:
                 f"bad_words is not supported: this model's engine has no tokenizer ({error.message})", param="bad_words"
             ) from error
         self._known[due] = found
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return found
 
@@ -61,16 +61,16 @@ class BadWordTexts:
         return tuple(words)
 
     async def _text(self, tokens: Iterable[int]) -> str:
-        told = await self._asked("/detokenize", {"tokens": [*tokens]})
-        return str(told["prompt"])
+        reported = await self._post("/detokenize", {"tokens": [*tokens]})
+        return str(reported["prompt"])
 
     async def _tokens(self, text: str) -> tuple[int, ...]:
-        told = await self._asked("/tokenize", {"prompt": text, "add_special_tokens": False})
-        return tuple(told["tokens"])
+        reported = await self._post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        return tuple(reported["tokens"])
 
-    async def _asked(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        told: dict[str, Any] = await self._http.post(path, {"model": self._model(), **body})
-        return told
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        reported: dict[str, Any] = await self._http.post(path, {"model": self._model(), **body})
+        return reported
 
 
 def _banned(bare: tuple[int, ...], spaced: tuple[int, ...]) -> set[tuple[int, ...]]:

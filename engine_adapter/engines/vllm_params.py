@@ -102,8 +102,8 @@ def delta(choice: dict[str, Any], params: SamplingParams) -> EngineDelta:
     reason = choice.get("finish_reason")
     if reason not in (None, "stop", "length"):
         raise StepFailed(f"the engine ended the request: {reason}")
-    told = choice.get("logprobs")
-    rows = told["content"] if told and params.logprobs is not None else None
+    reported = choice.get("logprobs")
+    rows = reported["content"] if reported and params.logprobs is not None else None
     logprobs = tuple(_logprobs(row, params.logprobs or 0) for row in rows) if rows is not None else None
     return EngineDelta(tuple(choice.get("token_ids") or ()), logprobs, reason)
 

@@ -43,8 +43,8 @@ class Header:
 
 def packed(fingerprint: str, block_bytes: int, parent: bytes, hashes: Sequence[bytes], sums: Sequence[int]) -> bytes:
     """Return a header, padded to whole pages."""
-    told: bytes = msgpack.packb([fingerprint, block_bytes, parent, list(hashes), list(sums)])
-    header = MAGIC + _LENGTH.pack(len(told)) + told
+    description: bytes = msgpack.packb([fingerprint, block_bytes, parent, list(hashes), list(sums)])
+    header = MAGIC + _LENGTH.pack(len(description)) + description
     return header.ljust(-(-len(header) // PAGE) * PAGE, b"\0")
 
 
@@ -52,21 +52,21 @@ def length(lead: bytes) -> int | None:
     """Return the unpadded length in bytes of the header that begins with this page; None if it is no header."""
     if len(lead) < PAGE or not lead.startswith(MAGIC):
         return None
-    (told,) = _LENGTH.unpack_from(lead, len(MAGIC))
-    return _BEFORE + told if told <= MAX_DESCRIPTION_BYTES else None
+    (size,) = _LENGTH.unpack_from(lead, len(MAGIC))
+    return _BEFORE + size if size <= MAX_DESCRIPTION_BYTES else None
 
 
 def unpacked(header: bytes, fingerprint: str, block_bytes: int) -> Header | None:
     """Return the parsed header; None if it is invalid or describes other blocks.
 
     header: at least as long as `length` says."""
-    told_bytes = length(header.ljust(PAGE, b"\0"))
-    if told_bytes is None:
+    end_of_description = length(header.ljust(PAGE, b"\0"))
+    if end_of_description is None:
         return None
     try:
-        told: Any = msgpack.unpackb(header[_BEFORE:told_bytes])
-        written_for, written_bytes, parent, hashes, sums = told
-        found = Header(parent, tuple(hashes), array("q", sums), -(-told_bytes // PAGE) * PAGE)
+        description: Any = msgpack.unpackb(header[_BEFORE:end_of_description])
+        written_for, written_bytes, parent, hashes, sums = description
+        found = Header(parent, tuple(hashes), array("q", sums), -(-end_of_description // PAGE) * PAGE)
         ours = (written_for, written_bytes) == (fingerprint, block_bytes) and len(found.sums) == len(found.hashes) > 0
         return found if ours and all(isinstance(each, bytes) for each in (parent, *found.hashes)) else None
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):

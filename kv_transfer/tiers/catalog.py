@@ -121,7 +121,7 @@ class Catalog(Generic[G]):
             del self._where[block_hash]
         return self._cut_off(gone)
 
-    def tainted(self, hashes: Collection[bytes]) -> list[G]:
+    def with_descendants(self, hashes: Collection[bytes]) -> list[G]:
         """Return the groups of these blocks and all groups behind them."""
         found = {id(group): group for each in hashes if (group := self._where.get(each)) is not None}
         left = [*found.values(), *(group for each in hashes for group in self._behind.get(each, {}).values())]

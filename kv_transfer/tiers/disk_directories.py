@@ -19,10 +19,10 @@ from kvferry.protocol.errors import ConfigError, reason
 
 log = logging.getLogger("kvferry.tiers")
 
-PLACES = 256
+MAX_DIRECTORIES = 256
 """Maximum number of directories tried under one path."""
 LOCK = "lock"
-LEFT_S = 7 * 86_400.0
+ABANDONED_S = 7 * 86_400.0
 """Seconds without use after which a directory of another fingerprint is removed: its model or format is obsolete."""
 
 
@@ -36,14 +36,14 @@ def take(path: str, name: str, fingerprint: str) -> tuple[Path, IO[bytes]]:
     try:
         base.mkdir(parents=True, exist_ok=True)
         _make_private(kind, base)
-        for directory in (kind / f"{name}-{number}" for number in range(PLACES)):
+        for directory in (kind / f"{name}-{number}" for number in range(MAX_DIRECTORIES)):
             _make_private(directory, base)
             if (lock := _own(directory)) is not None:
                 _sweep(base, kind)
                 return directory, lock
     except OSError as error:
         raise ConfigError(f"cannot keep blocks in {directory}: {reason(error)}", param="kv_disk_path") from error
-    raise ConfigError(f"{PLACES} processes already keep blocks under {path}", param="kv_disk_path")
+    raise ConfigError(f"{MAX_DIRECTORIES} processes already keep blocks under {path}", param="kv_disk_path")
 
 
 def _make_private(directory: Path, base: Path) -> None:
@@ -52,10 +52,10 @@ def _make_private(directory: Path, base: Path) -> None:
     Anyone who can write into it can change what the model computes. The owner of `base` is trusted with all its
     directories."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    told = directory.lstat()
-    if not stat.S_ISDIR(told.st_mode) or told.st_uid not in (os.geteuid(), base.stat().st_uid):
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.geteuid(), base.stat().st_uid):
         raise PermissionError(f"{directory} belongs to another user, or is a symbolic link")
-    if told.st_mode & 0o077 and told.st_uid == os.geteuid():
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         directory.chmod(0o700)
 
 
@@ -78,7 +78,7 @@ def _own(directory: Path) -> IO[bytes] | None:
 
 def _sweep(base: Path, kind: Path) -> None:
     """Remove abandoned directories of other fingerprints. Errors are only logged: they only cost disk space."""
-    for directory in _left(base, kind):
+    for directory in _abandoned(base, kind):
         try:
             if (lock := _own(directory)) is not None:
                 with lock:
@@ -94,7 +94,7 @@ def _sweep(base: Path, kind: Path) -> None:
             log.warning("cannot remove %s: %s", directory, reason(error))
 
 
-def _left(base: Path, kind: Path) -> Iterator[Path]:
+def _abandoned(base: Path, kind: Path) -> Iterator[Path]:
     """Yield directories of other fingerprints, as `take` makes them, that were not used for LEFT_S."""
     for lock in sorted(base.glob(f"{'[0-9a-f]' * 16}/*-*/{LOCK}")):
         directory = lock.parent
@@ -102,5 +102,5 @@ def _left(base: Path, kind: Path) -> Iterator[Path]:
             used = max(lock.lstat().st_mtime, directory.lstat().st_mtime)
         except OSError:
             continue
-        if directory.parent != kind and time.time() - used > LEFT_S:
+        if directory.parent != kind and time.time() - used > ABANDONED_S:
             yield directory

@@ -55,7 +55,7 @@ class Group:
 
 
 class Folder:
-    """Block files of one directory. Implements kv_transfer.tiers.store.Backing."""
+    """Block files of one directory. Implements kv_transfer.tiers.group_store.Backing."""
 
     def __init__(self, directory: Path, fingerprint: str, block_bytes: int, copies: Copies | None) -> None:
         """Open the directory.
@@ -143,10 +143,10 @@ def find(directory: Path, fingerprint: str, block_bytes: int) -> Iterator[Group]
     for name in names:
         path = directory / name
         try:
-            told = path.lstat()
-            if name.endswith(SUFFIX) and stat.S_ISREG(told.st_mode):
-                seen.append((told.st_mtime_ns, path))
-            elif not stat.S_ISDIR(told.st_mode):
+            status = path.lstat()
+            if name.endswith(SUFFIX) and stat.S_ISREG(status.st_mode):
+                seen.append((status.st_mtime_ns, path))
+            elif not stat.S_ISDIR(status.st_mode):
                 path.unlink()
         except OSError as error:
             log.warning("ignoring %s: %s", path, reason(error))
@@ -170,10 +170,10 @@ def _describe(path: Path, fingerprint: str, block_bytes: int) -> Group | None:
         if length is not None and len(lead) < length:
             lead += file.read(length - len(lead))
         size = os.fstat(file.fileno()).st_size
-    told = block_header.unpacked(lead, fingerprint, block_bytes)
-    if told is None:
+    header = block_header.unpacked(lead, fingerprint, block_bytes)
+    if header is None:
         return None
-    group = Group(path, told.parent, told.hashes, told.sums, told.start, block_bytes)
+    group = Group(path, header.parent, header.hashes, header.sums, header.start, block_bytes)
     return group if size == group.size else None
 
 

@@ -65,7 +65,9 @@ class Backing(Protocol[G]):
 
 
 class Store(Generic[G]):
-    """Groups of at most `size` bytes. One thread calls `put` and `tidy`, another `get`; other methods are thread-safe.
+    """Groups of at most `size` bytes.
+
+    One thread calls `put` and `remove_evicted`, another `get`; other methods are thread-safe.
 
     lock      guards the catalog; no group is added while it is held
     changed   called on any thread with the lock held, so in the order of the changes; must not call back into the store
@@ -75,9 +77,9 @@ class Store(Generic[G]):
         self._backing, self._size, self._changed = backing, size, changed
         self.lock = threading.Lock()
         self.catalog = Catalog(backing.find())
-        self._doomed: deque[G] = deque()
-        self._stuck: deque[G] = deque()  # removal failed: they still occupy their bytes
-        self.trouble = RateLimitedLog(log, every_s=60.0)
+        self._evicted: deque[G] = deque()
+        self._unremovable: deque[G] = deque()  # removal failed: they still occupy their bytes
+        self.warnings = RateLimitedLog(log, every_s=60.0)
         with suppress(OSError):  # put tries again before every write
             self._make_room(0)
 
@@ -92,8 +94,8 @@ class Store(Generic[G]):
             if entered:
                 self._report(*self.catalog.enter(group))
             else:
-                self._doomed.append(group)
-        self.tidy()
+                self._evicted.append(group)
+        self.remove_evicted()
         return entered
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[Any]) -> int:
@@ -119,22 +121,22 @@ class Store(Generic[G]):
         return count
 
     def leave(self, groups: Collection[G]) -> None:
-        """Remove groups from the catalog; `tidy` removes their storage. Call it with the lock held."""
+        """Remove groups from the catalog; `remove_evicted` removes their storage. Call it with the lock held."""
         gone: list[bytes] = []
         for group in groups:
             gone += self.catalog.leave(group)
             if self.catalog.named(group.name) is None:
-                self._doomed.append(group)
+                self._evicted.append(group)
         self._report((), gone)
 
-    def tidy(self) -> None:
+    def remove_evicted(self) -> None:
         """Remove the storage of evicted groups, and retry earlier failures until one fails again.
 
         Call it only on the writing thread, so that a group is not mistaken for a new one with the same name."""
-        while self._stuck and self._removed(self._stuck.popleft()):
+        while self._unremovable and self._removed(self._unremovable.popleft()):
             pass
-        while self._doomed:
-            self._removed(self._doomed.popleft())
+        while self._evicted:
+            self._removed(self._evicted.popleft())
 
     def _removed(self, group: G) -> bool:
         """Remove a group's storage; return False if that fails."""
@@ -143,8 +145,8 @@ class Store(Generic[G]):
         try:
             self._backing.remove(group)
         except OSError as error:
-            self._stuck.append(group)
-            self.trouble.warning("%s could not be removed from %s: %s", group.name, self._backing, reason(error))
+            self._unremovable.append(group)
+            self.warnings.warning("%s could not be removed from %s: %s", group.name, self._backing, reason(error))
             return False
         return True
 
@@ -164,7 +166,7 @@ class Store(Generic[G]):
         """Evict groups until `wanted` bytes are free. Raises OSError if that is impossible.
 
         parent: its group is not evicted. below: upper bound of usable bytes, if the storage was full at that size."""
-        self.tidy()
+        self.remove_evicted()
         self._require_removed(wanted, below)
         room = min(self._size, self._size if below is None else below) - wanted
         try:
@@ -178,13 +180,13 @@ class Store(Generic[G]):
                         raise OSError(errno.ENOSPC, "there is no room for a chain of this many blocks")
                     self.leave([oldest])
         finally:
-            self.tidy()
+            self.remove_evicted()
         self._require_removed(wanted, below)
 
     def _require_removed(self, wanted: int, below: int | None) -> None:
         """Raise OSError if groups that cannot be removed occupy the wanted bytes: evicting others would not help."""
-        stuck = sum(group.size for group in self._stuck)
-        if stuck and (below is not None or self.catalog.used + stuck + wanted > self._size):
+        occupied = sum(group.size for group in self._unremovable)
+        if occupied and (below is not None or self.catalog.used + occupied + wanted > self._size):
             raise OSError(errno.ENOSPC, "there is no room while evicted blocks cannot be deleted")
 
     def _report(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:

@@ -18,7 +18,7 @@ RATE = 5e9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shelf:
+class ArenaGroup:
     """Consecutive blocks of a chain in the arena. rows: indices of their rows."""
 
     name: str
@@ -29,7 +29,7 @@ class Shelf:
 
 
 class Arena:
-    """Host memory in rows of one block each. Implements kv_transfer.tiers.store.Backing.
+    """Host memory in rows of one block each. Implements kv_transfer.tiers.group_store.Backing.
 
     The blocks have no checksums: host memory is as reliable as the pool."""
 
@@ -41,38 +41,38 @@ class Arena:
         self._rows = copies.room(rows)
         self._free = list(range(rows))
         self._names = map(str, itertools.count())
-        self._there: set[Shelf] = set()
-        self._being_read: Shelf | None = None
+        self._groups: set[ArenaGroup] = set()
+        self._being_read: ArenaGroup | None = None
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
         return "the host's memory"
 
-    def find(self) -> Iterable[Shelf]:
+    def find(self) -> Iterable[ArenaGroup]:
         return ()
 
     def size_of(self, hashes: Sequence[bytes]) -> int:
         return len(hashes) * self._block_bytes
 
-    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> Shelf:
+    def write(self, hashes: Sequence[bytes], parent: bytes, blocks: Sequence[Any]) -> ArenaGroup:
         with self._lock:
-            if len(self._free) < len(blocks):  # also while a removed shelf is still being read
+            if len(self._free) < len(blocks):  # also while a removed group is still being read
                 raise OSError(errno.ENOSPC, "there are no free rows")
             rows = tuple(self._free.pop() for _ in blocks)
-        shelf = Shelf(next(self._names), parent, tuple(hashes), rows, self.size_of(hashes))
+        group = ArenaGroup(next(self._names), parent, tuple(hashes), rows, self.size_of(hashes))
         with self._lock:
-            self._there.add(shelf)
+            self._groups.add(group)
         try:
-            self._copies.to_host(blocks, self._at(shelf.rows))
+            self._copies.to_host(blocks, self._at(group.rows))
         except BaseException:
-            self.remove(shelf)
+            self.remove(group)
             raise
-        return shelf
+        return group
 
-    def read(self, group: Shelf, first: int, blocks: Sequence[Any]) -> None:
-        """Copy blocks to the device. Rows of a shelf that is removed meanwhile are freed after the copy."""
+    def read(self, group: ArenaGroup, first: int, blocks: Sequence[Any]) -> None:
+        """Copy blocks to the device. Rows of a group that is removed meanwhile are freed after the copy."""
         with self._lock:
-            if group not in self._there:
+            if group not in self._groups:
                 raise OSError(errno.ENOENT, "its memory was needed meanwhile")
             self._being_read = group
         try:
@@ -80,16 +80,16 @@ class Arena:
         finally:
             with self._lock:
                 self._being_read = None
-                if group not in self._there:
+                if group not in self._groups:
                     self._free += group.rows
 
-    def used(self, group: Shelf) -> None:
+    def used(self, group: ArenaGroup) -> None:
         """Do nothing: the content does not survive the process."""
 
-    def remove(self, group: Shelf) -> None:
+    def remove(self, group: ArenaGroup) -> None:
         with self._lock:
-            if group in self._there:
-                self._there.remove(group)
+            if group in self._groups:
+                self._groups.remove(group)
                 if self._being_read is not group:
                     self._free += group.rows
 
@@ -97,7 +97,7 @@ class Arena:
         return [self._rows[row] for row in rows]
 
 
-def open_host(size: int, block_bytes: int, copies: Copies) -> LocalTier[Shelf]:
+def open_host(size: int, block_bytes: int, copies: Copies) -> LocalTier[ArenaGroup]:
     """Return the host memory tier, with all its memory allocated. Raises ConfigError."""
     rows = size // block_bytes
     if not rows:

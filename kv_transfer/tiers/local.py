@@ -157,23 +157,23 @@ class LocalTier(Generic[G]):
 
         The blocks belong to the tier until `done` is called, on a thread of the tier, with None or an error."""
         wanted, into = list(hashes), list(blocks)
-        self._pace.asked(len(wanted))
+        self._pace.enqueue(len(wanted))
         taken = self._reader.submit(lambda: self._read(wanted, into, done))
         if not taken:
-            self._pace.asked(-len(wanted))
+            self._pace.enqueue(-len(wanted))
         return taken
 
     def drop(self, hashes: Collection[bytes]) -> None:
         """Forget these blocks and those behind them, since their content is wrong."""
         with self._store.lock:
-            groups, wrong = self._store.catalog.tainted(hashes), set(hashes)
+            groups, wrong = self._store.catalog.with_descendants(hashes), set(hashes)
             wrong.update(each for group in groups for each in group.hashes)
             for write in dict.fromkeys(self._coming.values()):  # queue order: a chain's write comes after its parent's
                 if not wrong.isdisjoint((write.parent, *write.hashes)):
                     write.wrong = True
                     wrong.update(write.hashes)
             self._store.leave(groups)
-        self._writer.add(self._store.tidy)
+        self._writer.add(self._store.remove_evicted)
 
     # On the tier's own threads.
 
@@ -186,7 +186,7 @@ class LocalTier(Generic[G]):
                     break
                 written, parent = written + len(write.hashes[part]), write.hashes[part][-1]
         except Exception as error:
-            self._store.trouble.warning("blocks could not be written to %s: %s", self._backing, reason(error))
+            self._store.warnings.warning("blocks could not be written to %s: %s", self._backing, reason(error))
         finally:
             with self._store.lock:
                 for each in write.hashes:
@@ -204,14 +204,14 @@ class LocalTier(Generic[G]):
                 at += self._store.get(hashes[at:], blocks[at:])
         except Exception as caught:
             error = caught if isinstance(caught, KvferryError) else TransferFailed(reason(caught))
-            self._store.trouble.warning("blocks could not be read from %s: %s", self._backing, error)
-            self._writer.add(self._store.tidy)
+            self._store.warnings.warning("blocks could not be read from %s: %s", self._backing, error)
+            self._writer.add(self._store.remove_evicted)
         finally:
             self._pace.ended(len(hashes), time.monotonic() - began if error is None else 0.0)
             done(error)
 
     def _written(self) -> None:
-        self._store.tidy()
+        self._store.remove_evicted()
         self._ended()
 
     def _ended(self) -> None:

@@ -40,7 +40,7 @@ async def keep_below(
 async def sweep(objects: Objects, folder: str, size: int) -> list[str]:
     """Delete the objects beyond the size bound; return their names."""
     listed = [row for row in await objects.list(folder) if row[0].endswith(SUFFIX)]
-    gone = list(too_much(listed, size))
+    gone = list(excess(listed, size))
     await objects.delete(gone)
     if gone:
         log.info(
@@ -53,7 +53,7 @@ async def sweep(objects: Objects, folder: str, size: int) -> list[str]:
     return gone
 
 
-def too_much(listed: Iterable[tuple[str, float, int]], size: int) -> Iterable[str]:
+def excess(listed: Iterable[tuple[str, float, int]], size: int) -> Iterable[str]:
     """Yield the names of objects to delete so that the rest fits into `size` bytes.
 
     listed: (name, time of writing, bytes) of each object."""

@@ -22,11 +22,15 @@ def packed(group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: i
 def unpack(content: memoryview, group: Group, blocks: Sequence[Any], fingerprint: str, block_bytes: int) -> None:
     """Copy the last blocks of a group into these buffers. Raises BlocksCorrupt if the content is corrupt."""
     length = block_header.length(bytes(content[: block_header.PAGE]))
-    told = block_header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
-    if told is None or told.hashes != group.hashes or len(content) != told.start + len(told.hashes) * block_bytes:
+    header = block_header.unpacked(bytes(content[:length]), fingerprint, block_bytes) if length else None
+    if (
+        header is None
+        or header.hashes != group.hashes
+        or len(content) != header.start + len(header.hashes) * block_bytes
+    ):
         raise BlocksCorrupt(f"{group.name} is corrupt")
     for index, block in enumerate(blocks, len(group.hashes) - len(blocks)):
-        at = told.start + index * block_bytes
+        at = header.start + index * block_bytes
         memoryview(block).cast("B")[:] = content[at : at + block_bytes]
-        if checksum(block) != told.sums[index]:
+        if checksum(block) != header.sums[index]:
             raise BlocksCorrupt(f"block {index} of {group.name} is corrupt")

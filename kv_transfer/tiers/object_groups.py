@@ -17,9 +17,9 @@ GROUP = STORE_GROUP
 SUFFIX = ".kv"
 KNOWN = 8192
 """Maximum number of objects that a node remembers."""
-SURE_S = 600.0
+KNOWN_S = 600.0
 """Time for which a found object counts as existing, in seconds; other nodes may delete it."""
-ANEW_S = 86_400.0
+REWRITE_AGE_S = 86_400.0
 """Age beyond which an object in use is written again, in seconds, because the oldest objects are evicted first."""
 
 
@@ -66,7 +66,7 @@ def last_of(name: str) -> bytes:
 
 
 @dataclass(slots=True)
-class Met:
+class ObjectRecord:
     """Node's knowledge of one object.
 
     written_at  time of the write on this process's monotonic clock; None while the object is being written
@@ -89,73 +89,73 @@ class Known:
 
     def __init__(self) -> None:
         self.changed: Changed = lambda stored, removed: None
-        self._met: OrderedDict[str, Met] = OrderedDict()
+        self._records: OrderedDict[str, ObjectRecord] = OrderedDict()
         self._lock = threading.Lock()
 
-    def there(self, group: Group) -> bool:
+    def exists(self, group: Group) -> bool:
         """Return whether the object is known to exist. If False, the caller may ask the store."""
-        met = self._met.get(group.name)
-        return met is not None and met.written_at is not None and _sure(met)
+        record = self._records.get(group.name)
+        return record is not None and record.written_at is not None and _is_current(record)
 
     def settled(self, group: Group) -> bool:
         """Return whether no write is needed: the object is being written, or was found recently and is not old."""
-        met = self._met.get(group.name)
-        return met is not None and (met.written_at is None or (_sure(met) and not _old(met)))
+        record = self._records.get(group.name)
+        return record is not None and (record.written_at is None or (_is_current(record) and not _old(record)))
 
     def begin(self, group: Group) -> bool:
         """Record the start of a write; return False if the write is unnecessary."""
         with self._lock:
             if self.settled(group):
                 return False
-            self._enter(Met(group, None))
+            self._put(ObjectRecord(group, None))
             return True
 
     def found(self, group: Group, age_s: float) -> None:
         """Record that the object exists and was written `age_s` seconds ago."""
         with self._lock:
-            met = self._met.get(group.name)
-            if met is None or met.written_at is not None:
-                self._enter(Met(group, time.monotonic() - age_s))
+            record = self._records.get(group.name)
+            if record is None or record.written_at is not None:
+                self._put(ObjectRecord(group, time.monotonic() - age_s))
                 self.changed([_row(group)], ())
 
     def written(self, group: Group, age_s: float = 0.0) -> bool:
         """Record that a write ended; return False if the object was reported wrong meanwhile."""
         with self._lock:
-            met = self._met.get(group.name)
-            if met is not None and met.wrong:
+            record = self._records.get(group.name)
+            if record is not None and record.wrong:
                 return False
-            self._enter(Met(group, time.monotonic() - age_s))
+            self._put(ObjectRecord(group, time.monotonic() - age_s))
             self.changed([_row(group)], ())
             return True
 
     def forget(self, group: Group) -> None:
         """Record that a write failed: whether the object exists is unknown."""
         with self._lock:
-            self._met.pop(group.name, None)
+            self._records.pop(group.name, None)
 
     def gone(self, group: Group) -> None:
         """Record that the object does not exist and is not being written."""
         with self._lock:
-            self._leave(group)
+            self._remove(group)
 
     def deleted(self, names: Collection[str]) -> None:
         """Record that these objects were deleted."""
         with self._lock:
             for name in names:
-                self._met.pop(name, None)
+                self._records.pop(name, None)
             self.changed((), [alone(last) for name in names if (last := last_of(name))])
 
     def missing(self, group: Group) -> None:
         """Record that the object was not found, unless it is being written."""
         with self._lock:
-            met = self._met.get(group.name)
-            if met is None or met.written_at is not None:
-                self._leave(group)
+            record = self._records.get(group.name)
+            if record is None or record.written_at is not None:
+                self._remove(group)
 
     def rows(self) -> list[bytes]:
         """Return the rows of all existing groups."""
         with self._lock:
-            return [_row(met.group) for met in self._met.values() if met.written_at is not None]
+            return [_row(record.group) for record in self._records.values() if record.written_at is not None]
 
     def drop(self, hashes: Collection[bytes]) -> list[str]:
         """Forget the groups of these blocks and those behind them, since they are wrong; return their names."""
@@ -164,28 +164,28 @@ class Known:
             wrong, found = set(hashes), True
             while found:
                 found = False
-                for met in list(self._met.values()):
-                    if met.wrong or wrong.isdisjoint((met.group.parent, *met.group.hashes)):
+                for record in list(self._records.values()):
+                    if record.wrong or wrong.isdisjoint((record.group.parent, *record.group.hashes)):
                         continue
-                    found = met.wrong = True
-                    wrong.update(met.group.hashes)
-                    if met.written_at is not None:
-                        del self._met[met.group.name]
-                        names.append(met.group.name)
+                    found = record.wrong = True
+                    wrong.update(record.group.hashes)
+                    if record.written_at is not None:
+                        del self._records[record.group.name]
+                        names.append(record.group.name)
             self.changed((), [alone(last) for name in names if (last := last_of(name))])
         return names
 
-    def _leave(self, group: Group) -> None:
-        self._met.pop(group.name, None)
+    def _remove(self, group: Group) -> None:
+        self._records.pop(group.name, None)
         self.changed((), [_row(group)])
 
-    def _enter(self, met: Met) -> None:
-        self._met[met.group.name] = met
-        self._met.move_to_end(met.group.name)
-        if len(self._met) > KNOWN:
-            oldest = next(iter(self._met))
-            if self._met[oldest].written_at is not None:  # a write in progress removes its entry itself
-                del self._met[oldest]
+    def _put(self, record: ObjectRecord) -> None:
+        self._records[record.group.name] = record
+        self._records.move_to_end(record.group.name)
+        if len(self._records) > KNOWN:
+            oldest = next(iter(self._records))
+            if self._records[oldest].written_at is not None:  # a write in progress removes its entry itself
+                del self._records[oldest]
 
 
 def _row(group: Group) -> bytes:
@@ -193,9 +193,9 @@ def _row(group: Group) -> bytes:
     return alone(group.hashes[-1])
 
 
-def _sure(met: Met) -> bool:
-    return time.monotonic() < met.at + SURE_S
+def _is_current(record: ObjectRecord) -> bool:
+    return time.monotonic() < record.at + KNOWN_S
 
 
-def _old(met: Met) -> bool:
-    return met.written_at is not None and time.monotonic() > met.written_at + ANEW_S
+def _old(record: ObjectRecord) -> bool:
+    return record.written_at is not None and time.monotonic() > record.written_at + REWRITE_AGE_S

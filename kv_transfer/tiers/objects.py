@@ -52,10 +52,10 @@ class Objects:
 
         Compares this machine's clock with the store's."""
         try:
-            told = await self._calls.head_async(self._store, name)
+            found = await self._calls.head_async(self._store, name)
         except FileNotFoundError as error:
             raise NotFound(f"{name} does not exist") from error
-        return time.time() - float(told["last_modified"].timestamp())
+        return time.time() - float(found["last_modified"].timestamp())
 
     async def since(self, name: str) -> float:
         """Return the object's `age`; infinite if it does not exist."""

@@ -44,7 +44,7 @@ class ReadRates:
         kept: float = 0.5 ** ((self._clock() - self._at) / FORGET_S)
         return blocks * (self._block_s - slower * (1 - kept))
 
-    def asked(self, blocks: int) -> None:
+    def enqueue(self, blocks: int) -> None:
         """Add to the blocks requested; a negative number takes a request back."""
         with self._lock:
             self.waiting += blocks

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.kv_transfer.tiers.object_eviction import keep_below
 from kvferry.kv_transfer.tiers.object_format import packed, unpack
-from kvferry.kv_transfer.tiers.object_groups import ANEW_S, GROUP, Group, Known, in_chain
+from kvferry.kv_transfer.tiers.object_groups import GROUP, REWRITE_AGE_S, Group, Known, in_chain
 from kvferry.kv_transfer.tiers.object_store_loop import StoreLoop
 from kvferry.kv_transfer.tiers.objects import CALL_S, Objects
 from kvferry.kv_transfer.tiers.read_rates import ReadRates
@@ -27,15 +27,15 @@ from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.tiers")
 
-LOOKS, READS = 64, 16
+LOOKUPS, READS = 64, 16
 """Maximum number of lookups, and of reads, that wait or run; beyond that, the blocks are computed instead."""
-LOOK, AT_ONCE = 16, 4
+LOOKUP_OBJECTS, AT_ONCE = 16, 4
 """Maximum number of objects in one lookup, and of objects read concurrently."""
 RATE = 100e6
 """Expected rate of a read in bytes per second, until one was measured."""
 HELD = 256 << 20
 """Maximum number of bytes that wait to be written; beyond that, nothing is written."""
-OUT_S = 10.0
+OUTAGE_S = 10.0
 """Pause of calls to a store after an error, or of writes after a failed write or deletion, in seconds."""
 
 
@@ -55,11 +55,11 @@ class RemoteTier:
         self._objects, self._fingerprint, self._block_bytes = objects, fingerprint, block_bytes
         self.folder = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         self._pace, self.known = ReadRates(block_bytes, rate=RATE), Known()
-        self._looks, self._reads = threading.Semaphore(LOOKS), threading.Semaphore(READS)
+        self._lookups, self._reads = threading.Semaphore(LOOKUPS), threading.Semaphore(READS)
         self._staging = Staging(copies, GROUP)
         self._held, self._lock = 0, threading.Lock()
-        self._out_until = self._shut_until = 0.0
-        self._trouble = RateLimitedLog(log, every_s=60.0)
+        self._unavailable_until = self._read_only_until = 0.0
+        self._warnings = RateLimitedLog(log, every_s=60.0)
         self._one_read, self._one_write = asyncio.Lock(), asyncio.Lock()
         self._tasks = StoreLoop("kv-tier-remote")
         if size:
@@ -70,27 +70,27 @@ class RemoteTier:
         self._tasks.close()
 
     @property
-    def out(self) -> bool:
+    def unavailable(self) -> bool:
         """Return whether the store is not used at the moment, because a call failed."""
-        return time.monotonic() < self._out_until
+        return time.monotonic() < self._unavailable_until
 
     @property
     def block_s(self) -> float:
         """Return the recent read time per block, in seconds; 0 while the store does not answer."""
-        return 0.0 if self.out or self._pace.hangs else self._pace.seconds(1)
+        return 0.0 if self.unavailable or self._pace.hangs else self._pace.seconds(1)
 
     def seconds(self, blocks: int) -> float:
         """Return the expected time to read this many blocks after the queued reads, in seconds."""
         return self._pace.seconds(blocks + self._pace.waiting)
 
-    def look(self, hashes: Sequence[bytes], first: int, timeout_s: float, done: Callable[[int], None]) -> bool:
+    def lookup(self, hashes: Sequence[bytes], first: int, timeout_s: float, done: Callable[[int], None]) -> bool:
         """Call `done`, within `timeout_s`, with the number of blocks found from block `first` on, in whole groups.
 
         Return False, without calling `done`, if the chain has no such group or too many lookups wait."""
-        groups = list(in_chain(self.folder, hashes, first, LOOK))
-        if not groups or self.out or not self._looks.acquire(blocking=False):
+        groups = list(in_chain(self.folder, hashes, first, LOOKUP_OBJECTS))
+        if not groups or self.unavailable or not self._lookups.acquire(blocking=False):
             return False
-        self._tasks.begin(self._look(groups, first, timeout_s, done))
+        self._tasks.begin(self._lookup(groups, first, timeout_s, done))
         return True
 
     def read(
@@ -102,9 +102,9 @@ class RemoteTier:
         is done."""
         groups = list(in_chain(self.folder, hashes, first))
         assert max(group.end for group in groups) == first + len(blocks), "a read must not end within a group"
-        if self.out or not self._reads.acquire(blocking=False):
+        if self.unavailable or not self._reads.acquire(blocking=False):
             return False
-        self._pace.asked(len(blocks))
+        self._pace.enqueue(len(blocks))
         self._tasks.begin(self._read(groups, first, list(blocks), done))
         return True
 
@@ -120,7 +120,7 @@ class RemoteTier:
         Its blocks must not change until `copied` is called. `done` is called with True if they are in the store."""
         size = len(blocks) * self._block_bytes
         with self._lock:
-            if time.monotonic() < self._shut_until or self._held + size > HELD or not self.known.begin(group):
+            if time.monotonic() < self._read_only_until or self._held + size > HELD or not self.known.begin(group):
                 return False
             self._held += size
         self._tasks.begin(self._write(group, list(blocks), size, copied, done))
@@ -133,13 +133,13 @@ class RemoteTier:
 
     # On the tier's own thread.
 
-    async def _look(self, groups: list[Group], first: int, timeout_s: float, done: Callable[[int], None]) -> None:
+    async def _lookup(self, groups: list[Group], first: int, timeout_s: float, done: Callable[[int], None]) -> None:
         """Look up the first group alone, then all other groups at once: usually all exist, or none."""
         found: list[Group] = []
         try:
             async with asyncio.timeout(timeout_s):
                 for some in (groups[:1], groups[1:]):
-                    there = await asyncio.gather(*map(self._there, some))
+                    there = await asyncio.gather(*map(self._exists, some))
                     count = there.index(False) if False in there else len(there)
                     found += some[:count]
                     if count < len(some):
@@ -149,11 +149,11 @@ class RemoteTier:
         except Exception as error:
             self._failed("looked up", error)
         finally:
-            self._looks.release()
+            self._lookups.release()
             done(found[-1].end - first if found else 0)
 
-    async def _there(self, group: Group) -> bool:
-        if self.known.there(group):
+    async def _exists(self, group: Group) -> bool:
+        if self.known.exists(group):
             return True
         age_s = await self._objects.since(group.name)
         if age_s == math.inf:
@@ -211,7 +211,7 @@ class RemoteTier:
             copied()
             async with self._one_write, asyncio.timeout(CALL_S):
                 age_s = await self._objects.since(group.name)
-                if age_s > ANEW_S:
+                if age_s > REWRITE_AGE_S:
                     await self._objects.put(group.name, content)
                     age_s = 0.0
                 written = self.known.written(group, age_s)
@@ -238,10 +238,10 @@ class RemoteTier:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if not isinstance(error, KvferryError):
-            self._shut_until = time.monotonic() + OUT_S
+            self._read_only_until = time.monotonic() + OUTAGE_S
             if not changing:
-                self._out_until = self._shut_until
+                self._unavailable_until = self._read_only_until
             error = TransferFailed(f"{self._objects.url}: {reason(error)}")
         if not isinstance(error, NotFound):
-            self._trouble.warning("blocks could not be %s: %s", what, error)
+            self._warnings.warning("blocks could not be %s: %s", what, error)
         return error

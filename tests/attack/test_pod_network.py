@@ -66,7 +66,7 @@ def test_a_recorded_handshake_opens_no_link(attacked: Attacked) -> None:
         member.close()
         for late in (hello, hello[: len(hello) // 2], bytes(reversed(hello))):
             thief = Stranger(lease.link_address)
-            thief.challenged()
+            thief.read_challenge()
             thief.raw(frame(HELLO, late) + frame(MESSAGE, MARKER.encode()))
             answer = None
             with suppress(ConnectionError):

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.fetching import Node, PromptClient, nodes
 from kvferry.protocol.messages import Holder, TokenDelta
-from kvferry.worker.block_fetches import SHUN_S
+from kvferry.worker.block_fetches import BACKOFF_S
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import idle, scrape, value
 from tests.waiting import wait_for
@@ -76,7 +76,7 @@ def test_what_the_one_holds_the_other_fetches_and_computes_the_same(running: Run
     assert (there.reuse.fetched, there.reuse.computed) == (0, TOKENS)
     assert here.reuse is not None
     if here.reuse.fetched == 0:  # late, on a machine where others want the cores
-        time.sleep(SHUN_S)
+        time.sleep(BACKOFF_S)
         here, _ = fetch(running)
         assert here.reuse is not None
     assert (here.reuse.fetched, here.reuse.computed) == (TOKENS // BLOCK * BLOCK, TOKENS % BLOCK)
@@ -101,7 +101,7 @@ def test_a_holder_that_freezes_in_the_middle_costs_the_computing_alone(running: 
     assert here.reuse is not None
     assert here.reuse.balanced
     settled(asks, holds)
-    time.sleep(SHUN_S)
+    time.sleep(BACKOFF_S)
 
 
 def test_a_holder_that_is_killed_in_the_middle_costs_the_computing_alone(running: Running) -> None:

@@ -133,13 +133,13 @@ async def test_a_stream_that_grows_too_long_for_the_other_node_meanwhile_is_no_c
     """A 400 in the middle of a stream, for a pool that is smaller there."""
     job = await both.streams("a")
     moving = both.source.decode.engine.moving
-    stand = moving.stand
+    stand = moving.snapshot
 
     def late(transfer: int) -> Any:
         both.target.decode.engine._admission._longest = len(job.token_ids)
         return stand(transfer)
 
-    moving.stand = late  # type: ignore[method-assign]
+    moving.snapshot = late  # type: ignore[method-assign]
     asked = asyncio.create_task(both.move(job))
     both.source.decode.resume()
     await asked

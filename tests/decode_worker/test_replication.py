@@ -50,8 +50,8 @@ def _slow(node: Worker) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replication, "LOOK_S", 0.0)
-    monkeypatch.setattr(replication, "SHUN_S", 0.2)
+    monkeypatch.setattr(replication, "CHECK_S", 0.0)
+    monkeypatch.setattr(replication, "BACKOFF_S", 0.2)
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ async def test_a_buddy_that_fails_again_and_again_is_asked_ever_less_and_costs_o
     router.decode.resume()
     made = router.decode.service._replication
     await until(lambda: count(router.decode, "copies", "failed") >= 2)
-    assert made._shunned[replace(router.prefill.target, epoch=77)][1] >= 2 * replication.SHUN_S
-    assert made._next <= time.monotonic() + replication.LOOK_S
+    assert made._backoffs[replace(router.prefill.target, epoch=77)][1] >= 2 * replication.BACKOFF_S
+    assert made._next <= time.monotonic() + replication.CHECK_S
     await finish(router, job)
 
 
@@ -164,7 +164,7 @@ async def test_a_stream_that_ends_while_its_copy_waits_for_a_grant(router: Route
         await node.settle()
     await until(lambda: count(router.decode, "copies", "failed"))
     assert count(router.decode, "copies", "failed") == 1
-    assert not router.decode.service._replication._shunned, "the buddy is not to blame"
+    assert not router.decode.service._replication._backoffs, "the buddy is not to blame"
 
 
 async def test_two_decode_nodes_are_buddies_where_there_is_no_other() -> None:
@@ -187,7 +187,7 @@ async def test_two_decode_nodes_are_buddies_where_there_is_no_other() -> None:
 async def test_a_buddy_that_drops_what_it_was_sent_is_left_alone(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "SHUN_S", 60.0)
+    monkeypatch.setattr(replication, "BACKOFF_S", 60.0)
     job = await streams(router, "a", router.prefill.target)
     router.decode.resume()
     router.decode.pause_at(20)

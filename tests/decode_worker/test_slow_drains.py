@@ -66,20 +66,20 @@ async def test_a_stream_does_not_pause_for_long_on_a_slow_link(both: Both, monke
     monkeypatch.setattr(migration_sender, "PAUSE_S", 0.4)
     source, slow_s = both.source.decode, [0.0]
     throttle(source, lambda: slow_s[0])
-    stand = source.engine.moving.stand
+    stand = source.engine.moving.snapshot
 
     def standing(transfer: int) -> Any:
         slow_s[0] = 0.6
         return stand(transfer)
 
-    source.engine.moving.stand = standing  # type: ignore[method-assign]
+    source.engine.moving.snapshot = standing  # type: ignore[method-assign]
     job = await both.streams("a")
     moving, seen = asyncio.create_task(both.move(job)), len(both.source.deltas)
     source.resume()
     answer = await moving
     assert answer.json()["error"]["code"] == "transfer_failed"
     await until(lambda: len(both.source.deltas) > seen + 2)
-    slow_s[0], source.engine.moving.stand = 0.0, stand  # type: ignore[method-assign]
+    slow_s[0], source.engine.moving.snapshot = 0.0, stand  # type: ignore[method-assign]
     moved = await both.move(job, 2)
     assert moved.status_code == 202, moved.text
     await both.finished(job)

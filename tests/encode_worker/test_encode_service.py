@@ -72,7 +72,7 @@ def same(found: Sequence[torch.Tensor], *items: MediaItem) -> bool:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine makes no fetch late."""
-    monkeypatch.setattr(embedding_fetch, "LEAST_S", 10.0)
+    monkeypatch.setattr(embedding_fetch, "MIN_S", 10.0)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ async def test_an_encode_node_that_is_gone_costs_its_time(nodes: Nodes) -> None:
 
 
 async def test_one_that_is_late_is_not_waited_for(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_fetch, "LEAST_S", 0.2)
+    monkeypatch.setattr(embedding_fetch, "MIN_S", 0.2)
     await nodes.encoded(CAT)
     with nodes.encode.frozen_engine():
         assert same(await nodes.rows(CAT), CAT)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Computed, Generated, Reserved
-from kvferry.engine.migration import OutboundMigration, Stand
+from kvferry.engine.migration import OutboundMigration, Snapshot
 from kvferry.protocol.messages import DecodeTarget, Job
 from tests.toy import FINGERPRINT, runner_of
 
 
 def granted(engine: Engine, job: Job, grant: str = "g") -> Reserved:
     engine.reserve(grant, job)
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
     return next(e for e in engine.events if isinstance(e, Reserved) and e.owner == grant)
 
 
@@ -50,7 +50,7 @@ def begin(engine: Engine, name: str = "a", later: int = 1) -> OutboundMigration:
     return engine.moving.begin((name, later - 1), later, lambda job: later)
 
 
-def move_over(source: Engine, move: OutboundMigration, target: Engine, grant: Reserved, stand: Stand) -> None:
+def move_over(source: Engine, move: OutboundMigration, target: Engine, grant: Reserved, stand: Snapshot) -> None:
     for index, ours in (*enumerate(move.full), *stand.rest):
         if index >= grant.first_block:
             runner_of(target).kv[grant.block_ids[index - grant.first_block]] = runner_of(source).kv[ours]
@@ -72,7 +72,9 @@ def copy(source: Engine, target: Engine, most: int = 100) -> int:
     chain = source.copies.chain(request, length)
     assert chain is not None
     assert len(chain) == len(names)
-    for (_, ours), theirs in zip(source.copies.lend(7, chain[: first + len(block_ids)], first), block_ids, strict=True):
+    for (_, ours), theirs in zip(
+        source.copies.hold_copy(7, chain[: first + len(block_ids)], first), block_ids, strict=True
+    ):
         runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("copy")
     source.copies.returned(7)

@@ -18,18 +18,18 @@ from kvferry.engine.models.base import Model
 from kvferry.engine.ranks.calls import follow
 from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.engine.ranks.group import Group
-from kvferry.engine.ranks.meeting import FileMeeting
 from kvferry.engine.ranks.rank_assignment import RankAssignment
 from kvferry.engine.ranks.rank_worker import RankWorker
+from kvferry.engine.ranks.rendezvous import FileRendezvous
 from kvferry.engine.ranks.sharded_model import ShardedModel
-from kvferry.engine.ranks.shared_group import TURNS, SharedGroup
+from kvferry.engine.ranks.shared_group import NUM_BUFFERS, SharedGroup
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from tests.engine.tiny_models import OURS, Cache, tokens_for
 
 CPU = torch.device("cpu")
-PATIENCE_S = 30.0
+WAIT_S = 30.0
 DIVISIBLE = [name for name in OURS if not name.startswith(("gemma3n", "gemma4")) and name != "gemma"]
 """Tiny families that two ranks can share: no layers of different shapes, and no single K/V head."""
 
@@ -37,7 +37,7 @@ DIVISIBLE = [name for name in OURS if not name.startswith(("gemma3n", "gemma4"))
 def connected(ranks: int) -> list[DeviceGroup]:
     """Groups over gloo, to be closed."""
     meeting = os.memfd_create("meeting")
-    groups = [DeviceGroup(rank, ranks, CPU, FileMeeting(os.dup(meeting))) for rank in range(ranks)]
+    groups = [DeviceGroup(rank, ranks, CPU, FileRendezvous(os.dup(meeting))) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as threads:
         list(threads.map(DeviceGroup.connect, groups))
     os.close(meeting)
@@ -72,18 +72,18 @@ class Threads:
             load_model(source, device=CPU, ops=ops(), part=RankAssignment(group, whole_experts), **options)
             for group in groups
         ]
-        self.model = ShardedModel(self.decoders[0], groups[0], self._tell)
+        self.model = ShardedModel(self.decoders[0], groups[0], self._send)
         self.others = [RankWorker(decoder, group) for decoder, group in zip(self.decoders[1:], groups[1:], strict=True)]
         self._threads = [threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)]
 
     def _sharing(self, ranks: int, room: int) -> list[Group]:
-        places = torch.zeros(TURNS, ranks, room)
+        places = torch.zeros(NUM_BUFFERS, ranks, room)
         return [SharedGroup(rank, places, self._meet) for rank in range(ranks)]
 
     def _meet(self) -> None:
-        self._barrier.wait(PATIENCE_S)
+        self._barrier.wait(WAIT_S)
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         self.said.append(message)
         for inbox in self._inboxes:
             inbox.put(message)
@@ -92,11 +92,11 @@ class Threads:
         first = self._hear(rank)  # by which time the pool is there
         waiting = [first]
 
-        def hear() -> bytes:
+        def receive() -> bytes:
             return waiting.pop() if waiting else self._hear(rank)
 
         try:
-            follow(self.others[rank - 1], self.pools[rank], hear)
+            follow(self.others[rank - 1], self.pools[rank], receive)
         except EOFError:
             return
         except BaseException as error:
@@ -114,9 +114,9 @@ class Threads:
             thread.start()
 
     def end(self) -> None:
-        self._tell(b"")
+        self._send(b"")
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
         for group in self.groups:
             if isinstance(group, DeviceGroup):

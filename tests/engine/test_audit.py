@@ -122,23 +122,23 @@ def count_held_wrong(used: Used) -> None:
 
 
 def lose_page(used: Used) -> None:
-    del used.ledger._books[GRANT]["g"]
+    del used.ledger._pages[GRANT]["g"]
 
 
 def lose_hold(used: Used) -> None:
-    del used.ledger._books[REQUEST]["a"][3]
+    del used.ledger._pages[REQUEST]["a"][3]
 
 
 def invent_hold(used: Used) -> None:
-    used.ledger._books[GRANT]["g"][8] = None
+    used.ledger._pages[GRANT]["g"][8] = None
 
 
 def empty_page(used: Used) -> None:
-    used.ledger._books[GRANT]["h"] = {}
+    used.ledger._pages[GRANT]["h"] = {}
 
 
 def empty_book(used: Used) -> None:
-    used.ledger._books["nothing"] = {}
+    used.ledger._pages["nothing"] = {}
 
 
 DAMAGES = [

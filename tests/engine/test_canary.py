@@ -19,7 +19,7 @@ from kvferry.engine.batch_planner import Part
 from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
-from kvferry.engine.canary import MOST_S, PATIENCE_S, REST, Canary
+from kvferry.engine.canary import IDLE_FACTOR, MAX_S, WAIT_S, Canary
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import BlocksChanged, CanaryChecked, Computed, Generated, Reserved
 from kvferry.engine.fault_isolation import DeviceLost
@@ -94,7 +94,7 @@ class Pair:
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})  # type: ignore[arg-type]
         job = Job(f"r{self._ships}", 0, tuple(tokens), len(tokens), Generate(sampling), "router")
         self.decode.reserve(job.request_id, job)
-        self.decode.stepper.seat()
+        self.decode.stepper.admit_grants()
         (reserved,) = [e for e in self.decode.events if isinstance(e, Reserved) and e.owner == job.request_id]
         return job, reserved
 
@@ -368,14 +368,14 @@ def test_nobody_waits(checkpoint: Path) -> None:
     pair.runner.look = timed  # type: ignore[method-assign]
     pair.canary.turn(lambda: True)
     assert computed == []
-    assert pair.canary.pause_s() == pytest.approx(PATIENCE_S)
-    pair.clock.now += PATIENCE_S
+    assert pair.canary.pause_s() == pytest.approx(WAIT_S)
+    pair.clock.now += WAIT_S
     pair.canary.turn(lambda: False)
     assert computed == [], "something came in the middle"
-    assert pair.canary.pause_s() == pytest.approx(0.01 * REST)
-    pair.clock.now += 0.01 * REST + 1e-6
+    assert pair.canary.pause_s() == pytest.approx(0.01 * IDLE_FACTOR)
+    pair.clock.now += 0.01 * IDLE_FACTOR + 1e-6
     pair.canary.turn(lambda: True)
-    assert computed == [canary_module.PIECE_BESIDE]
+    assert computed == [canary_module.CHUNK_TOKENS_BESIDE]
     pair.finish()
     assert [found.outcome for found in pair.look()] == ["agreed"]
     assert computed[1:] == [27, 1, 1]
@@ -385,14 +385,14 @@ def test_it_lets_go_where_blocks_grow_short(checkpoint: Path, monkeypatch: pytes
     monkeypatch.setattr(scheduler, "ARRIVING", 1)  # all blocks may be promised at once
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.ship(PROMPT)
-    pair.canary.give_way()
+    pair.canary.yield_blocks()
     assert pair.canary
     for number in range(4):
         job = Job(f"l{number}", 0, (number,) * 100, 100, Generate(SamplingParams()), "router")
         pair.decode.reserve(number, job)
-    pair.canary.give_way()
+    pair.canary.yield_blocks()
     assert not pair.canary
-    pair.decode.stepper.seat()
+    pair.decode.stepper.admit_grants()
     assert all(request.block_ids for request in pair.decode.request_table)
     assert [found.outcome for found in pair.decode.events if isinstance(found, CanaryChecked)] == ["dropped"]
 
@@ -403,8 +403,8 @@ def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room
     monkeypatch.setattr(scheduler, "ARRIVING", 1)  # all blocks may be promised at once
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.ship(PROMPT)
-    pair.clock.now += MOST_S + 1
-    pair.canary.give_way()
+    pair.clock.now += MAX_S + 1
+    pair.canary.yield_blocks()
     assert not pair.canary
     pair.finish()
     pair.ship(PROMPT[1:])

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.engine.models.base import Wanted
 from kvferry.engine.runner import SHORT
-from kvferry.engine.shared_cores.core_turns import LEAST_S, PATIENCE_S, CoreTurns
+from kvferry.engine.shared_cores.core_turns import MIN_S, WAIT_S, CoreTurns
 from kvferry.kernels.decoder_step import always
 from tests.toy import expected, make_engine, make_job, runner_of, tokens_of
 
@@ -93,7 +93,7 @@ def test_streams_elsewhere_have_a_token_in_every_turn(shift: CoreTurns, cores: C
 
 def test_they_are_kept_for_a_moment_at_least(shift: CoreTurns, cores: Cores) -> None:
     cores.waiting, cores.theirs_s = True, 2 * TURN_S
-    assert layers(shift, cores, 12, LEAST_S * 0.4) == [2, 5, 8, 11]
+    assert layers(shift, cores, 12, MIN_S * 0.4) == [2, 5, 8, 11]
 
 
 def test_a_step_that_is_one_piece_keeps_them(shift: CoreTurns, cores: Cores) -> None:
@@ -104,9 +104,9 @@ def test_a_step_that_is_one_piece_keeps_them(shift: CoreTurns, cores: Cores) -> 
 
 def test_what_is_urgent_elsewhere_does_not_wait_for_a_turns_end(shift: CoreTurns, cores: Cores) -> None:
     cores.waiting = cores.urgent = True
-    assert layers(shift, cores, 6, LEAST_S * 0.6) == [1, 3, 5]
+    assert layers(shift, cores, 6, MIN_S * 0.6) == [1, 3, 5]
     cores.handed_on = 0
-    assert layers(shift, cores, 6, LEAST_S * 0.6, urgent=True) == [], "both are"
+    assert layers(shift, cores, 6, MIN_S * 0.6, urgent=True) == [], "both are"
     assert [cores.told[0], cores.told[-1]] == [False, True]
 
 
@@ -152,7 +152,7 @@ def test_who_waited_in_vain_computes_and_waits_no_more_until_they_were_free(shif
     cores.stopped = False
     layers(shift, cores, 3, 0.01)
     layers(shift, cores, 3, 0.01)
-    assert cores.asked == [PATIENCE_S, 0.0, 0.0, PATIENCE_S]
+    assert cores.asked == [WAIT_S, 0.0, 0.0, WAIT_S]
 
 
 def test_a_whole_engine_computes_the_same(cores: Cores) -> None:

@@ -39,7 +39,7 @@ def copy(source: Engine, target: Engine, request: Request, most: int = 100) -> i
     first, block_ids = target.copies.reserve("g", request.hashes[: request.registered], most)
     chain = source.copies.chain(request, first + len(block_ids))
     assert chain is not None
-    transfer_holds = source.copies.lend(1, chain, first)
+    transfer_holds = source.copies.hold_copy(1, chain, first)
     for (_, ours), theirs in zip(transfer_holds, block_ids, strict=True):
         runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("g")
@@ -153,7 +153,7 @@ def test_lent_blocks_outlive_their_stream() -> None:
     assert request is not None
     chain = engine.copies.chain(request, 6)
     assert chain is not None
-    assert engine.copies.lend(1, chain, 2)
+    assert engine.copies.hold_copy(1, chain, 2)
     engine.cancel("a", 0)
     assert engine.pool.available == engine.pool.num_blocks - 6
     engine.copies.returned(1)
@@ -188,7 +188,7 @@ def test_what_was_computed_meanwhile_is_kept_once() -> None:
         assert target.step()
     ours_from = source.copies.chain(request, len(block_ids))
     assert ours_from is not None
-    for (_, ours), theirs in zip(source.copies.lend(1, ours_from, first), block_ids, strict=True):
+    for (_, ours), theirs in zip(source.copies.hold_copy(1, ours_from, first), block_ids, strict=True):
         runner_of(target).kv[theirs] = runner_of(source).kv[ours]
     target.copies.land("g")
     target.check_integrity()

@@ -140,13 +140,13 @@ def test_tools_are_told_apart_by_how_long_they_take() -> None:
         house.now += 40 if number % 2 else 2
         house.ask([*prompt(number, 4), 7, 7])
         house.now += 100
-    slow, quick = prompt(900, 20), prompt(901, 20)
-    for group, tokens in ((2, slow), (1, quick)):
+    slow, is_fast = prompt(900, 20), prompt(901, 20)
+    for group, tokens in ((2, slow), (1, is_fast)):
         house.ask(tokens)
         house.idle.pause(str(house.asked), Pause.TOOL, group)
     house.now += 1
     house.ask(prompt(902, 35))
-    assert (house.here(slow), house.here(quick)) == (5, 20), "one takes another 39 s, one is soon back"
+    assert (house.here(slow), house.here(is_fast)) == (5, 20), "one takes another 39 s, one is soon back"
 
 
 def test_why_a_session_pauses_is_told_afterwards() -> None:

@@ -90,7 +90,7 @@ def test_after_a_slow_mask_grammar_threads_make_some(makers: list[str], monkeypa
         patch.setattr(all_masks, "SLOW_S", -1.0)
         output.masks.settle([output.mask])
     assert drawn(output, 1) == OUTPUT[8:9]
-    assert not output.mask.owed
+    assert not output.mask.deferred
     assert drawn(output, 12) == [*OUTPUT[9:], EOS]
     assert makers[8:15] == ["MainThread", *["grammar"] * 5, "MainThread"]
 

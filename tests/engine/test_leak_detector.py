@@ -66,7 +66,7 @@ def finish_all(engine: Engine) -> None:
 def test_a_grant_that_failed_and_never_gets_quiet(engine: Engine, clock: Clock) -> None:
     leaked = LeakDetector(engine, clock)
     engine.reserve("grant", make_job("granted", PROMPT))
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
     engine.withdraw("grant", TransferFailed("the link broke"))
     assert after(leaked, clock, 3.0) == 3.0
     assert after(leaked, clock, 4.0) == 7.0

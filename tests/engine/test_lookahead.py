@@ -410,7 +410,7 @@ class Life:
         self.engine.stepper.collect()
         assert not flying(self.engine)
         call()
-        self.engine.stepper.seat()
+        self.engine.stepper.admit_grants()
         self.look()
 
     def add(self, n: int) -> None:

@@ -192,7 +192,7 @@ def test_commands_are_taken_in_the_middle_of_a_step_of_prompts(
 ) -> None:
     """Where the model can take it up again."""
     engine, loop, outbox = running
-    monkeypatch.setattr(suspended_steps, "LEAST_S", 0.0)
+    monkeypatch.setattr(suspended_steps, "MIN_S", 0.0)
     engine.runner.model = Held()
     begin(loop, make_job("long", [1, 2, 3, 4, 5], 2))
     assert engine.runner.model.begun.wait(10)

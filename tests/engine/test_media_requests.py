@@ -224,7 +224,7 @@ def arrive(engine: Engine, name: str, prompt: Prompt, *, rope: bool) -> int:
     donor.add(whole)
     finish(donor)
     engine.reserve(name, replace(job, rope_offset=whole.rope_offset))
-    engine.scheduler.seat()
+    engine.scheduler.admit_grants()
     request = engine.request_table.by_grant(name)
     assert request is not None
     own, theirs = engine.runner.kv, donor.runner.kv  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.engine import migration
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, ReservationFailed, Reserved, Stepped
-from kvferry.engine.migration import OutboundMigration, Stand
+from kvferry.engine.migration import OutboundMigration, Snapshot
 from kvferry.engine.request_states import State
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
@@ -35,18 +35,18 @@ def begin(engine: Engine, name: str = "a", later: int = 1) -> OutboundMigration:
 
 def granted(engine: Engine, job: Job) -> Reserved:
     engine.reserve("grant", job)
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
     return next(event for event in engine.events if isinstance(event, Reserved))
 
 
-def copy(source: Engine, move: OutboundMigration, stand: Stand, target: Engine, grant: Reserved) -> None:
+def copy(source: Engine, move: OutboundMigration, stand: Snapshot, target: Engine, grant: Reserved) -> None:
     """What the link does."""
     for index, ours in (*enumerate(move.full), *stand.rest):
         if index >= grant.first_block:
             runner_of(target).kv[grant.block_ids[index - grant.first_block]] = runner_of(source).kv[ours]
 
 
-def land(source: Engine, move: OutboundMigration, target: Engine, grant: Reserved, stand: Stand) -> None:
+def land(source: Engine, move: OutboundMigration, target: Engine, grant: Reserved, stand: Snapshot) -> None:
     copy(source, move, stand, target, grant)
     target.start("grant", stand.first, stand.covered)
     source.moving.done(move.transfer)
@@ -74,7 +74,7 @@ def test_a_stream_goes_on_elsewhere_behind_its_last_token(
     grant = granted(target, move.job)
     for _ in range(meanwhile):
         source.step()
-    stand = source.moving.stand(1)
+    stand = source.moving.snapshot(1)
     assert stand is not None
     assert not source.has_work()
     land(source, move, target, grant, stand)
@@ -98,7 +98,7 @@ def test_what_the_other_node_holds_stays_where_it_is() -> None:
     move = begin(source)
     grant = granted(target, move.job)
     assert grant.first_block == 5
-    stand = source.moving.stand(1)
+    stand = source.moving.snapshot(1)
     assert stand is not None
     land(source, move, target, grant, stand)
     finish(target)
@@ -110,7 +110,7 @@ def test_a_stream_that_is_not_taken_runs_on(stands: bool) -> None:
     source = make_engine()
     start(source)
     begin(source)
-    assert not stands or source.moving.stand(1)
+    assert not stands or source.moving.snapshot(1)
     source.moving.failed(1)
     source.step()
     source.moving.quiet(1)
@@ -124,12 +124,12 @@ def test_a_stream_that_is_cancelled_on_its_way_holds_its_blocks_until_the_link_i
     source = make_engine()
     start(source)
     move = begin(source)
-    assert not stands or source.moving.stand(1)
+    assert not stands or source.moving.snapshot(1)
     held = len(move.full) + stands
     source.cancel("a", 0)
     assert not source.request_table
     assert source.pool.available == source.pool.num_blocks - held
-    assert source.moving.stand(1) is None
+    assert source.moving.snapshot(1) is None
     source.moving.failed(1)
     source.moving.quiet(1)
     source.check_integrity()
@@ -142,10 +142,10 @@ def test_a_stream_that_lost_its_blocks_does_not_stand_and_one_that_has_others_ag
     move = begin(source)
     grant = granted(target, move.job)
     source.scheduler.preempt(move.request)
-    assert source.moving.stand(1) is None
+    assert source.moving.snapshot(1) is None
     for _ in range(6):
         source.step()
-    stand = source.moving.stand(1)
+    stand = source.moving.snapshot(1)
     assert stand is not None
     land(source, move, target, grant, stand)
     source.check_integrity()
@@ -179,7 +179,7 @@ def test_a_hand_over_that_cannot_be_is_refused_by_name(tokens: int, covered: int
     start(source)
     move = begin(source)
     grant = granted(target, move.job)
-    stand = source.moving.stand(1)
+    stand = source.moving.snapshot(1)
     assert stand is not None
     copy(source, move, stand, target, grant)
     first = stand.first.__class__("a", 1, 0, tuple([1] * tokens))
@@ -199,7 +199,7 @@ def test_a_hand_over_that_finds_no_room_for_its_last_tokens_waits_for_it(monkeyp
     target.add(make_job("other", PROMPT[:14], 2))
     target.step()
     assert target.pool.available < 3
-    stand = source.moving.stand(1)
+    stand = source.moving.snapshot(1)
     assert stand is not None
     land(source, move, target, grant, stand)
     assert not failures(target)
@@ -235,13 +235,13 @@ def test_whatever_happens_in_whatever_order_no_token_is_wrong_and_no_block_lost(
         elif what == "grant" and move and grant is None:
             target.events.clear()
             target.reserve(number, move.job)
-            target.stepper.seat()
+            target.stepper.admit_grants()
             grant = next((e for e in target.events if isinstance(e, Reserved)), None)
             if grant is None:
                 target.withdraw(number, TransferFailed("no room"))
                 target.transfer_holds.grant_quiet(number)
         elif what == "stand" and move and stand is None:
-            stand = source.moving.stand(move.transfer)
+            stand = source.moving.snapshot(move.transfer)
         elif what == "land" and move and grant and stand:
             copy(source, move, stand, target, grant)
             target.start(number, stand.first, stand.covered)
@@ -290,7 +290,7 @@ def test_a_ship_that_lands_on_a_block_s_end_needs_no_block_at_once() -> None:
     for _ in range(2):
         engine.step()
     engine.reserve("grant", make_job("shipped", prompt, 10))
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
     while engine.pool.available:
         engine.step()
     engine.start("grant", TokenDelta("shipped", 0, 0, (expected(prompt, 1)[0],)))

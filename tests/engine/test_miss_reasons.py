@@ -56,7 +56,7 @@ def test_evicted_since() -> None:
 def test_a_ship_that_never_arrived() -> None:
     engine = make_engine()
     engine.reserve("grant", make_job("shipped", PROMPT))
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
     engine.withdraw("grant", TransferFailed("the link broke"))
     engine.transfer_holds.grant_quiet("grant")
     assert asked(engine, "again", [*PROMPT, 7], 40).missed == (("not_arrived", 40),)

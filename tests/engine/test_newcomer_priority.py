@@ -35,7 +35,7 @@ def newcomer() -> Job:
 def reserve(engine: Engine, job: Job) -> None:
     """As the thread does it, before the next step."""
     engine.reserve("g", job)
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_step_waits_while_a_newcomers_prompt_is_computed(shared: tuple[Engine,
     engine, clock = shared
     assert engine.newcomer_priority.pause_s() == 0
     engine.reserve("other", make_job("other", PROMPT))
-    engine.stepper.seat()
+    engine.stepper.admit_grants()
     assert engine.newcomer_priority.pause_s() == 0, "only newcomers are waited for"
     reserve(engine, newcomer())
     assert engine.newcomer_priority.pause_s() == LONGEST_S

@@ -15,7 +15,7 @@ from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned
 from kvferry.engine.ranks import device_group
 from kvferry.engine.ranks.device_group import DeviceGroup
-from kvferry.engine.ranks.meeting import FileMeeting, TcpMeeting
+from kvferry.engine.ranks.rendezvous import FileRendezvous, TcpRendezvous
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.protocol.errors import ConfigError
 from tests.engine.joined_ranks import CPU, DIVISIBLE, Pooled, connected, expect_equal, joined_ranks, whole
@@ -122,17 +122,17 @@ def test_a_group_writes_to_no_file_but_its_own_as_it_ends(closed: bool, tmp_path
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_group, "PATIENCE", device_group.PATIENCE * 0.005)
+    monkeypatch.setattr(device_group, "TIMEOUT", device_group.TIMEOUT * 0.005)
     meeting = os.memfd_create("meeting")
     with pytest.raises(ConfigError, match="the 2 ranks cannot reach each other") as raised:
-        DeviceGroup(0, 2, CPU, FileMeeting(os.dup(meeting))).connect()
+        DeviceGroup(0, 2, CPU, FileRendezvous(os.dup(meeting))).connect()
     assert raised.value.param == "tensor_parallel_size"
     os.close(meeting)
 
 
 def test_ranks_of_two_addresses_meet_over_tcp() -> None:
     """As on two hosts."""
-    meetings = [TcpMeeting(f"127.0.0.{rank + 1}", serves=rank == 0) for rank in range(2)]
+    meetings = [TcpRendezvous(f"127.0.0.{rank + 1}", serves=rank == 0) for rank in range(2)]
     groups = [DeviceGroup(rank, 2, CPU, meeting) for rank, meeting in enumerate(meetings)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda group: group.connect(meetings[0].where), groups))

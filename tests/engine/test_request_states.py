@@ -63,7 +63,7 @@ def test_every_move_of_the_table_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.cancel("cancelled", 0)
     engine.step()
     engine.moving.begin(("lands", 0), 1, lambda job: 2)
-    assert engine.moving.stand(2)
+    assert engine.moving.snapshot(2)
     engine.moving.failed(2)
     engine.moving.quiet(2)
     engine.transfer_holds.ship_quiet(1)

@@ -38,8 +38,8 @@ def make_oracle(patch: pytest.MonkeyPatch) -> Oracle:
             drafts._shares = [share] * len(AT_FIRST)
 
         patch.setattr(NgramDrafts, "look", look)
-        saw = StepCost.saw
-        patch.setattr(StepCost, "saw", lambda cost, rows, _: saw(cost, rows, 0.01 * (1 + further * (rows - 1))))
+        saw = StepCost.observe
+        patch.setattr(StepCost, "observe", lambda cost, rows, _: saw(cost, rows, 0.01 * (1 + further * (rows - 1))))
 
     return install
 
@@ -204,11 +204,11 @@ def test_drafts_that_are_wrong_are_expected_to_be_wrong() -> None:
     drafts = NgramDrafts(token_ids)
     drafts.look(4)
     before = drafts.share
-    drafts.saw([9])
+    drafts.observe([9])
     drafts.look(4)
     assert drafts.share < before
     worse = drafts.share
-    drafts.saw([1, 2, 1, 2, 1])
+    drafts.observe([1, 2, 1, 2, 1])
     drafts.look(4)
     assert drafts.share > worse
 
@@ -224,12 +224,12 @@ def test_a_further_row_costs_what_steps_with_more_rows_took_longer() -> None:
     cost = StepCost()
     assert cost.line() == (1.0, ROW)
     for _ in range(50):
-        cost.saw(1, 0.010)
+        cost.observe(1, 0.010)
     first, further = cost.line()
     assert first == pytest.approx(0.010)
     assert further == pytest.approx(ROW * 0.010)
     for rows in (1, 4, 8) * 20:
-        cost.saw(rows, 0.010 + 0.004 * (rows - 1))
+        cost.observe(rows, 0.010 + 0.004 * (rows - 1))
     first, further = cost.line()
     assert first == pytest.approx(0.010, rel=0.05)
     assert further == pytest.approx(0.004, rel=0.05)

@@ -98,7 +98,7 @@ def _through_a_ship(prefill: Engine, decode: Engine, prompt: list[int], wanted: 
     """Computed on one engine, from a checkpoint, and continued on another."""
     job = make_job(f"{name} shipped", prompt, 10)
     decode.reserve("g", job)
-    decode.stepper.seat()
+    decode.stepper.admit_grants()
     (grant,) = [event for event in decode.events if isinstance(event, Reserved)]
     prefill.add(job, transfer=1, first_block=0, prefill_only=True)
     finish(prefill)

@@ -97,7 +97,7 @@ def _more(called: list[int], than: int) -> bool:
 def test_a_suspended_step_goes_on_with_the_states_of_its_earlier_layers(
     layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspended_steps, "LEAST_S", 0.0)
+    monkeypatch.setattr(suspended_steps, "MIN_S", 0.0)
     engine, text = make_recurrent(num_blocks=200), prompt(45)
     called: list[int] = []
     engine.add(make_job("long", text, 9))
@@ -123,7 +123,7 @@ def test_a_suspended_step_goes_on_with_the_states_of_its_earlier_layers(
 
 
 def test_one_of_a_suspended_step_is_cancelled_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspended_steps, "LEAST_S", 0.0)
+    monkeypatch.setattr(suspended_steps, "MIN_S", 0.0)
     engine = make_recurrent(num_blocks=200, budget=64, beside=64)
     for name in "abc":
         engine.add(make_job(name, prompt(15, ord(name)), 9))

@@ -55,12 +55,12 @@ def test_a_grant_without_rows_waits_and_a_withdrawn_one_gives_all_back() -> None
     decode = make_recurrent(rows=1)
     granted(decode, make_job("a", prompt(20), 5), "1")
     decode.reserve("2", make_job("b", prompt(20, 1), 5))
-    decode.stepper.seat()
+    decode.stepper.admit_grants()
     assert sum(isinstance(e, Reserved) for e in decode.events) == 1
     decode.withdraw("1", TransferFailed("lost"))
     decode.check_integrity()
     decode.transfer_holds.grant_quiet("1")
-    decode.stepper.seat()
+    decode.stepper.admit_grants()
     assert sum(isinstance(e, Reserved) for e in decode.events) == 2
     decode.withdraw("2", TransferFailed("lost"))
     decode.transfer_holds.grant_quiet("2")
@@ -100,7 +100,7 @@ def test_a_stream_moves_with_its_state(meanwhile: int, monkeypatch: pytest.Monke
     grant = granted(target, move.job)
     for _ in range(meanwhile):
         source.step()
-    stand = source.moving.stand(move.transfer)
+    stand = source.moving.snapshot(move.transfer)
     assert stand is not None
     move_over(source, move, target, grant, stand)
     for engine in (source, target):
@@ -243,7 +243,7 @@ def test_any_order_of_ships_and_moves_gives_the_tokens_of_one_run(data: st.DataO
                 grant = granted(second, move.job, "g")
                 for _ in range(draw(st.integers(0, 12))):
                     first.step()
-                stand = first.moving.stand(move.transfer)
+                stand = first.moving.snapshot(move.transfer)
                 if stand is None:
                     first.moving.failed(move.transfer) if move.transfer in first.moving.open else None
                     first.moving.quiet(move.transfer)

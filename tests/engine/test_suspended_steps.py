@@ -95,7 +95,7 @@ class Called:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspended_steps, "LEAST_S", 0.0)
+    monkeypatch.setattr(suspended_steps, "MIN_S", 0.0)
 
 
 def newcomer(name: str = "short", tokens: tuple[int, ...] = (7, 8, 9)) -> Job:
@@ -204,7 +204,7 @@ def test_streams_never_wait_in_the_middle_of_a_step() -> None:
 
 
 def test_a_step_that_has_just_begun_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspended_steps, "LEAST_S", 60.0)
+    monkeypatch.setattr(suspended_steps, "MIN_S", 60.0)
     called = Called()
     called.engine.add(make_job("long", LONG))
     called.at[2] = lambda engine: engine.add(newcomer())

@@ -202,14 +202,17 @@ def test_tiers_keep_the_windows_from_which_a_prompt_may_go_on() -> None:
     run(engine, "a", prompt(61), 2)
     hashes = chain(root_hash(FINGERPRINT), prompt(61), SIZE)
     run(engine, "b", [*prompt(45), 1, 2, 3], 2)
-    aside, kept = engine.pool.changes.aside, {h for e in engine.events if isinstance(e, BlocksChanged) for h in e.kept}
+    untiered, kept = (
+        engine.pool.changes.untiered,
+        {h for e in engine.events if isinstance(e, BlocksChanged) for h in e.kept},
+    )
 
     def pages(count: int) -> set[bytes]:
         return {name for each in hashes[count - BEFORE : count] for name in state_hashes(each, 2)}
 
-    whole = [count for count in range(BEFORE, 16) if not pages(count) & aside]
+    whole = [count for count in range(BEFORE, 16) if not pages(count) & untiered]
     assert whole == [8, 11, 14, 15], "at every eighth block, where b left a, and at the end"
     assert kept >= pages(11) | pages(14)
-    assert not {*hashes} & aside
+    assert not {*hashes} & untiered
     engine.pool.forget(range(200))
-    assert not aside
+    assert not untiered

@@ -153,7 +153,7 @@ def test_a_stream_moves_with_its_window(meanwhile: int, monkeypatch: pytest.Monk
     grant = granted(target, move.job)
     for _ in range(meanwhile):
         source.step()
-    stand = source.moving.stand(move.transfer)
+    stand = source.moving.snapshot(move.transfer)
     assert stand is not None
     source.check_integrity()
     move_over(source, move, target, grant, stand)
@@ -307,7 +307,7 @@ def test_any_order_of_ships_and_moves_gives_the_tokens_of_one_run(data: st.DataO
             grant = granted(second, move.job, "g")
             for _ in range(draw(st.integers(0, 12))):
                 first.step()
-            stand = first.moving.stand(move.transfer)
+            stand = first.moving.snapshot(move.transfer)
             if stand is None:
                 if move.transfer in first.moving.open:
                     first.moving.failed(move.transfer)

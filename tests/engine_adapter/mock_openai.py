@@ -24,7 +24,7 @@ from kvferry.model_files.source import resolve
 from kvferry.model_files.tokenizer import TextTokenizer, load_tokenizer
 from kvferry.router.text.detokenizer import detokenizer
 
-LEAST_ID, IDS, EOS = 1000, 20_000, 2
+MIN_ID, IDS, EOS = 1000, 20_000, 2
 """First and number of the token ids that are drawn; the demo model's end of a message."""
 NAMED = frozenset(
     ("model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stream", "stream_options", "logprobs",
@@ -68,7 +68,7 @@ def tokenizer() -> TextTokenizer:
 def next_token(tokens: list[int], body: dict[str, Any]) -> int:
     seed = body["seed"] if body["temperature"] > 0 else None
     drawn = hashlib.sha256(repr((tokens, seed)).encode()).digest()
-    return LEAST_ID + int.from_bytes(drawn[:4], "big") % IDS
+    return MIN_ID + int.from_bytes(drawn[:4], "big") % IDS
 
 
 def expected(prompt: list[int], count: int) -> list[int]:

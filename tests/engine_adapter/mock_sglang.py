@@ -26,8 +26,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvferry.runtime.disconnect import disconnected
 from tests.engine_adapter.mock_role_switch import RoleSwitch
 
-LEAST_ID, IDS = 1000, 20_000
-NOBODY = "2.2.2.2"
+MIN_ID, IDS = 1000, 20_000
+NO_DECODE_HOST = "2.2.2.2"
 CHECK_S = 0.02
 """Seconds that a health check keeps the server busy."""
 LATE_S = 20.0
@@ -52,7 +52,7 @@ class Behaviour:
 
 def toy_token(tokens: list[int], params: dict[str, Any]) -> int:
     parts: list[object] = [tokens, params["sampling_seed"] if params["temperature"] > 0 else 0]
-    return LEAST_ID + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % IDS
+    return MIN_ID + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % IDS
 
 
 class Server:
@@ -86,7 +86,7 @@ class Server:
         room, tokens = body["bootstrap_room"], body["input_ids"]
         await asyncio.sleep(self.behaviour.prefill_s * len(tokens))
         token = toy_token(tokens, body["sampling_params"])
-        if body["bootstrap_host"] == NOBODY:
+        if body["bootstrap_host"] == NO_DECODE_HOST:
             return token
         await self.misbehave()
         if room in self.rooms:

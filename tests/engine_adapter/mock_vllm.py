@@ -31,7 +31,7 @@ from tests.engine_adapter.mock_tokenizer import banned, mount_tokenizer
 from tests.engine_adapter.mock_transfer import MockTransfer
 from tests.engine_adapter.model_cache import Media, ModelCache
 
-LEAST_ID, IDS = 1000, 20_000
+MIN_ID, IDS = 1000, 20_000
 """First and number of the token ids that are drawn."""
 
 
@@ -62,7 +62,7 @@ class Toy:
             parts += [self.running]
         never = banned(words, own) if (words := params.get("bad_words")) else ()
         while True:
-            token = LEAST_ID + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % IDS
+            token = MIN_ID + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % IDS
             if token not in never:
                 return token
             parts.append("banned")
@@ -208,7 +208,7 @@ def app_of(behaviour: Behaviour, port: int = 0) -> FastAPI:
                     await asyncio.sleep(0.05)
                 token = toy.next_token(tokens, start, params, seen)
                 if wrong == "first" or (wrong == "later" and step):
-                    token = LEAST_ID + (token + 1) % IDS
+                    token = MIN_ID + (token + 1) % IDS
                 tokens.append(token)
                 ends = token in params["stop_token_ids"] and step + 1 > params["min_tokens"]
                 reason = "stop" if ends else "length" if step + 1 == params["max_tokens"] else None

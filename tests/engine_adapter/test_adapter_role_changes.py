@@ -33,14 +33,14 @@ class Member:
     async def announce(self) -> bool:
         return True
 
-    async def step_back(self, rest_s: float) -> str:
+    async def try_leave_role(self, rest_s: float) -> str:
         self.leaving = not self.kept
         return self.kept
 
-    def stay(self) -> None:
+    def keep_role(self) -> None:
         self.leaving = False
 
-    async def spared(self) -> bool:
+    async def has_substitute(self) -> bool:
         return self.others
 
 

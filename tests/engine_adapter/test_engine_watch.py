@@ -32,7 +32,7 @@ class SilentEngine:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("HEALTH_S", 0.01), ("LOAD_S", 0.01), ("SILENT_S", 0.3), ("STALLED_S", 0.1)):
+    for name, seconds in (("HEALTH_S", 0.01), ("LOAD_S", 0.01), ("GONE_S", 0.3), ("STALLED_S", 0.1)):
         monkeypatch.setattr(engine_watch, name, seconds)
 
 
@@ -54,8 +54,8 @@ async def test_a_watch_that_was_stopped_begins_anew(monkeypatch: pytest.MonkeyPa
     await until(lambda: bool(watch.fault))
 
 
-async def watched(engine: Any, heard_at: Any = lambda: 0.0) -> EngineWatch:
-    watch = EngineWatch(engine, "1", heard_at)
+async def watched(engine: Any, last_output_at: Any = lambda: 0.0) -> EngineWatch:
+    watch = EngineWatch(engine, "1", last_output_at)
     watch.start()
     return watch
 

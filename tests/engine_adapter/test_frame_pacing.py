@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.engine_adapter.attempts import MAX_TURN_S, FramePacing, turn_s
+from kvferry.engine_adapter.attempts import MAX_FRAME_S, FramePacing, frame_interval_s
 
 STREAMS = 4
-TURN_S = turn_s(STREAMS)
+FRAME_S = frame_interval_s(STREAMS)
 
 
 class Clock:
@@ -24,7 +24,7 @@ async def test_a_token_that_comes_alone_waits_for_nothing():
         pacing.due()
         await asyncio.sleep(0)
         assert len(sent) == count
-        clock.now += 1.01 * TURN_S
+        clock.now += 1.01 * FRAME_S
 
 
 async def test_frames_that_are_due_too_early_become_one():
@@ -39,12 +39,12 @@ async def test_frames_that_are_due_too_early_become_one():
     assert len(sent) == 1
     async with asyncio.timeout(5):
         while len(sent) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(TURN_S / 10)
-    assert sent[1] - sent[0] >= TURN_S - 1e-3  # a timer of the loop may be early by its resolution
-    await asyncio.sleep(3 * TURN_S)
+            await asyncio.sleep(FRAME_S / 10)
+    assert sent[1] - sent[0] >= FRAME_S - 1e-3  # a timer of the loop may be early by its resolution
+    await asyncio.sleep(3 * FRAME_S)
     assert len(sent) == 2
 
 
 def test_a_stream_that_runs_alone_waits_for_little():
-    assert turn_s(1) <= 1.5e-3
-    assert turn_s(1) < turn_s(8) < turn_s(100) == MAX_TURN_S <= 4e-3
+    assert frame_interval_s(1) <= 1.5e-3
+    assert frame_interval_s(1) < frame_interval_s(8) < frame_interval_s(100) == MAX_FRAME_S <= 4e-3

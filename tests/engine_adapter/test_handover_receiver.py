@@ -64,9 +64,9 @@ async def test_an_accepted_handover_is_answered_when_the_first_token_has_come() 
     await until(lambda: node.started)
     (job, transfer), *_ = node.started
     assert (job, transfer.reference, transfer.length, transfer.sender) == (JOB, handover.reference, 3, SENDER)
-    assert transfer.job_behind(JOB).token_ids == (1, 2, 3, 50)
+    assert transfer.continuing_job(JOB).token_ids == (1, 2, 3, 50)
     assert not task.done()
-    transfer.see(EngineDelta((50,)))
+    transfer.check(EngineDelta((50,)))
     await task
 
 
@@ -147,7 +147,7 @@ async def test_blocks_of_other_tokens_than_the_job_s_are_refused(length: int, jo
 async def test_a_replay_must_begin_with_the_delivered_token() -> None:
     node, job = Node(), replace(JOB, token_ids=(1, 2, 3, 50, 51))
     transfer = await node.accepted(node.handover(job, length=3))
-    assert transfer.job_behind(job) == job
+    assert transfer.continuing_job(job) == job
     node.started.clear()
     await refused(node, node.handover(replace(job, token_ids=(1, 2, 3, 49, 51)), length=3), TransferFailed, "delivered")
 
@@ -159,7 +159,7 @@ async def test_another_first_token_means_wrong_blocks_where_engines_cannot_diffe
     node = Node(exact)
     transfer = await node.accepted(node.handover())
     with pytest.raises(error) as raised:
-        transfer.see(EngineDelta((51,)))
+        transfer.check(EngineDelta((51,)))
     assert type(raised.value) is error
     assert not transfer.landed.done()
 
@@ -168,7 +168,7 @@ async def test_an_output_that_ends_without_the_first_token_differs() -> None:
     node = Node()
     transfer = await node.accepted(node.handover())
     with pytest.raises(BlocksCorrupt):
-        transfer.see(EngineDelta((), None, "stop"))
+        transfer.check(EngineDelta((), None, "stop"))
 
 
 async def test_a_first_token_behind_the_lease_s_end_is_not_believed() -> None:
@@ -177,15 +177,15 @@ async def test_a_first_token_behind_the_lease_s_end_is_not_believed() -> None:
     transfer = await node.accepted(node.handover())
     node.now = transfer.ends_at
     with pytest.raises(TransferFailed, match="lease"):
-        transfer.see(EngineDelta((50,)))
+        transfer.check(EngineDelta((50,)))
 
 
 async def test_later_tokens_may_come_at_any_time_and_the_first_few_are_kept() -> None:
     node = Node()
     transfer = await node.accepted(node.handover())
-    transfer.see(EngineDelta((50,)))
+    transfer.check(EngineDelta((50,)))
     node.now = transfer.ends_at + 1
-    transfer.see(EngineDelta(tuple(range(60, 80))))
+    transfer.check(EngineDelta(tuple(range(60, 80))))
     assert transfer.tokens == [50, *range(60, 60 + COMPARED_TOKENS - 1)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta, EngineFacts
 from kvferry.engine_adapter.engines.sglang import SglangEngine
-from kvferry.engine_adapter.engines.sglang_rooms import NOBODY, ROOM_BITS, Rooms
+from kvferry.engine_adapter.engines.sglang_rooms import NO_DECODE_HOST, ROOM_BITS, Rooms
 from kvferry.engine_adapter.handover_sender import BlockFacts, HandoverSender
 from kvferry.engine_adapter.identity import require_role
 from kvferry.engine_adapter.learned_rates import LearnedRates
@@ -67,7 +67,7 @@ def test_rooms_are_drawn_for_one_use_and_name_the_bootstrap_service():
     assert {(each["bootstrap_host"], each["bootstrap_port"]) for each in drawn} == {("10.0.0.7", 9001)}
     assert len({each["bootstrap_room"] for each in drawn}) == 1000
     assert all(0 <= each["bootstrap_room"] < 2**ROOM_BITS for each in drawn)
-    assert json.loads(rooms.draw(""))["bootstrap_host"] == NOBODY
+    assert json.loads(rooms.draw(""))["bootstrap_host"] == NO_DECODE_HOST
     for mode in ("decode", "null"):
         with pytest.raises(ConfigError):
             Rooms({"disaggregation_mode": mode}).draw("10.0.0.7")
@@ -94,7 +94,7 @@ async def test_a_prefill_leg_asks_for_one_token_in_its_room():
     await engine.generate(CALL, deltas.append)
     assert [(delta.token_ids, delta.finish_reason, delta.cached_tokens) for delta in deltas] == [((50,), "length", 3)]
     ((path, body),) = http.asked
-    assert (path, body["bootstrap_host"], body["stream"]) == ("/generate", NOBODY, False)
+    assert (path, body["bootstrap_host"], body["stream"]) == ("/generate", NO_DECODE_HOST, False)
     assert (body["sampling_params"]["max_new_tokens"], body["sampling_params"]["min_new_tokens"]) == (1, 1)
 
 

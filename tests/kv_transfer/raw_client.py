@@ -46,14 +46,14 @@ class Stranger:
                 return self.stream.next()
         return frame
 
-    def challenged(self) -> None:
+    def read_challenge(self) -> None:
         kind, data = self.next() or (None, b"")
         assert kind == CHALLENGE
-        self.greeting.challenged(data)
+        self.greeting.read_challenge(data)
 
     def hello(self, address: bytes = b"") -> bytes:
         """The payload of a HELLO that answers the challenge."""
-        self.challenged()
+        self.read_challenge()
         return self.greeting.hello(address or worker_address())
 
     def greet(self) -> tuple[int, bytes] | None:

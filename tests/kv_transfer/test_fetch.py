@@ -128,8 +128,8 @@ def test_one_that_is_given_up_is_not_told_of(supplied: bool) -> None:
     number = ends.ask()
     if supplied:
         assert ends.answer(number)
-    ends.asker.give_up(number)
-    ends.asker.give_up(number)
+    ends.asker.abandon(number)
+    ends.asker.abandon(number)
     ends.network.run()
     ends.network.advance(10.0)
     assert [type(error) for _, error in ends.cancelled] == [Cancelled] * supplied

@@ -22,9 +22,9 @@ def pair(dialling: HandshakeTerms = SECRET, accepting: HandshakeTerms = SECRET) 
 
 
 def greet(one: Handshake, other: Handshake) -> None:
-    one.challenged(other.challenge())
-    other.greeted(one.hello(b"one"))
-    one.welcomed(other.welcome(b"other"))
+    one.read_challenge(other.challenge())
+    other.read_hello(one.hello(b"one"))
+    one.read_welcome(other.welcome(b"other"))
 
 
 def test_those_of_one_cluster_get_each_others_address_and_keys():
@@ -43,9 +43,9 @@ def test_another_secret_is_refused_by_both_sides(secret):
         with pytest.raises(Incompatible, match="cluster secret"):
             greet(one, two)
     one, honest, impostor = Handshake(SECRET, True), Handshake(SECRET, False), Handshake(other, False)
-    one.challenged(impostor.challenge())
+    one.read_challenge(impostor.challenge())
     with pytest.raises(Incompatible, match="cluster secret"):
-        one.welcomed(impostor.welcome(b"mine"))
+        one.read_welcome(impostor.welcome(b"mine"))
     assert honest.peer == b""
 
 
@@ -67,24 +67,24 @@ def test_while_secrets_change_either_is_accepted_and_the_first_is_used():
 
 def test_a_greeting_heard_before_is_refused():
     one, other = pair()
-    one.challenged(other.challenge())
+    one.read_challenge(other.challenge())
     heard = one.hello(b"one")
-    other.greeted(heard)
+    other.read_hello(heard)
     welcome = other.welcome(b"other")
     again_one, again_other = pair()
-    again_one.challenged(again_other.challenge())
+    again_one.read_challenge(again_other.challenge())
     with pytest.raises(Incompatible):
-        again_other.greeted(heard)
+        again_other.read_hello(heard)
     with pytest.raises(Incompatible):
-        again_one.welcomed(welcome)
+        again_one.read_welcome(welcome)
 
 
 def test_a_sides_own_proof_is_no_proof_of_the_other():
     one, other = pair()
-    one.challenged(other.challenge())
+    one.read_challenge(other.challenge())
     hello = one.hello(b"one")
     with pytest.raises(Incompatible):
-        one.welcomed(hello[41:])
+        one.read_welcome(hello[41:])
 
 
 def test_settings_that_differ_are_refused_by_name():
@@ -108,7 +108,7 @@ def test_the_secret_is_in_no_text():
 @given(st.binary(max_size=200))
 def test_random_greetings_raise_what_they_may(data):
     one, other = pair(HandshakeTerms(), HandshakeTerms())
-    for take in (one.challenged, other.greeted, one.welcomed):
+    for take in (one.read_challenge, other.read_hello, one.read_welcome):
         with pytest.raises((WireError, Incompatible)):
             take(data)
 
@@ -116,8 +116,8 @@ def test_random_greetings_raise_what_they_may(data):
 @given(st.binary(max_size=80))
 def test_terms_that_are_none_are_refused_though_the_proof_holds(body):
     one, other = pair(HandshakeTerms(), HandshakeTerms())
-    one.challenged(other.challenge())
+    one.read_challenge(other.challenge())
     other._take_first(one._first())
     forged = one._first() + one._under_secret(b"hello", body) + body
     with pytest.raises((WireError, Incompatible)):
-        other.greeted(forged)
+        other.read_hello(forged)

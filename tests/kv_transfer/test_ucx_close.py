@@ -15,7 +15,7 @@ from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.kv_transfer.ucx_abandoned_connections import MAX_ABANDONED, AbandonedConnections, MemoryNotQuiet
 from kvferry.kv_transfer.ucx_library import UcxLibrary, load
 from kvferry.kv_transfer.ucx_loop import UcxLoop
-from kvferry.kv_transfer.ucx_worker import LETTING_GO_S, UcxWorker
+from kvferry.kv_transfer.ucx_worker import RELEASE_S, UcxWorker
 from tests.kv_transfer.link_processes import Recorder, child, no_thread_left
 from tests.waiting import wait_for
 
@@ -169,7 +169,7 @@ def stuck_worker(stuck: Stuck) -> UcxWorker:
 def test_closing_ends_whatever_ucx_does_and_says_that_it_did_not_let_go(busy):
     began = time.monotonic()
     assert not stuck_worker(Stuck(busy)).close(lambda: False)
-    assert LETTING_GO_S <= time.monotonic() - began < 2.0
+    assert RELEASE_S <= time.monotonic() - began < 2.0
 
 
 def test_what_was_not_taken_in_whole_is_not_let_go():

@@ -115,7 +115,7 @@ def test_who_does_not_greet_is_hung_up_on(linked):
 
 
 def test_many_who_do_not_greet_cost_few_descriptors_and_keep_nobody_out(linked, monkeypatch):
-    monkeypatch.setattr(ucx_handshakes, "MAX_GUESTS", 8)
+    monkeypatch.setattr(ucx_handshakes, "MAX_PENDING", 8)
     before = len(os.listdir("/proc/self/fd"))
     strangers = [Stranger(linked[0].address) for _ in range(50)]
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 50 + 8, 5)
@@ -238,7 +238,7 @@ def test_strangers_without_the_secret_are_told_so_and_logged_seldom(caplog):
 def test_a_greeting_that_was_overheard_is_of_no_use_later(linked):
     hello = Stranger(linked[0].address).hello()
     late = Stranger(linked[0].address)
-    late.challenged()
+    late.read_challenge()
     late.raw(frame(HELLO, hello))
     answer = late.next()
     assert answer is not None

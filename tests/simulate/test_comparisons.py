@@ -24,12 +24,12 @@ from kvferry.simulate.plots import goodputs
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, MediaFigures, medians
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked
+from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.world import World
 
 
 def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:
-    trace, losses, models = case("many-prefixes", Asked(300, 0.5, 1))
+    trace, losses, models = case("many-prefixes", TraceParams(300, 0.5, 1))
     shape = Shape(4, 4, Machine(), models)
     found = {name: simulated(name, shape, trace, Goal(), losses) for name in POLICIES}
     blind = max(found[name].goodput for name in ("round-robin", "least-load", "power-of-two", "scorers"))
@@ -38,21 +38,21 @@ def test_ours_wins_where_sharing_is_high_and_caches_overflow() -> None:
 
 
 def test_ours_does_not_lose_where_nothing_is_shared() -> None:
-    trace, losses, models = case("low-sharing", Asked(400, 0.5, 1))
+    trace, losses, models = case("low-sharing", TraceParams(400, 0.5, 1))
     shape = Shape(4, 4, Machine(), models)
     found = {name: simulated(name, shape, trace, Goal(), losses) for name in POLICIES}
     assert found["kvferry"].goodput >= 0.97 * max(each.goodput for each in found.values())
 
 
 def test_a_large_fleet_goes_faster_than_its_clock() -> None:
-    trace, _, models = case("chat", Asked(400, 0.2, 1))
+    trace, _, models = case("chat", TraceParams(400, 0.2, 1))
     found = simulated("kvferry", Shape(200, 200, Machine(), models), trace, Goal())
     assert found.requests >= 400
     assert found.failed == 0
 
 
 def test_encode_nodes_take_pictures_from_the_nodes_of_prompts() -> None:
-    trace, _, models = case("pictures", Asked(400, 0.75, 1))
+    trace, _, models = case("pictures", TraceParams(400, 0.75, 1))
     shapes = [Shape(8, 8, Machine(), models, encode=encode) for encode in (0, 1, 6)]
     found = [simulated("kvferry", shape, trace, Goal()) for shape in shapes]
     none, one, many = (each.media or MediaFigures(0, 0, 0.0) for each in found)
@@ -62,18 +62,18 @@ def test_encode_nodes_take_pictures_from_the_nodes_of_prompts() -> None:
     crowded = Shape(8, 8, replace(Machine(), media_cache_tokens=1280), models, encode=6)
     forgetful = simulated("kvferry", crowded, trace, Goal()).media or many
     assert forgetful.encoded > many.encoded
-    text, _, models = case("low-sharing", Asked(50, 0.5, 1))
+    text, _, models = case("low-sharing", TraceParams(50, 0.5, 1))
     assert simulated("kvferry", Shape(1, 1, Machine(), models, encode=1), text, Goal()).media is None
 
 
 def test_what_fits_nowhere_is_refused_before() -> None:
-    trace, _, models = case("documents", Asked(40, 1.0, 1))
+    trace, _, models = case("documents", TraceParams(40, 1.0, 1))
     with pytest.raises(ConfigError, match="KV blocks and a node has 10"):
         simulated("kvferry", Shape(1, 1, replace(Machine(), blocks=10), models), trace, Goal())
     with pytest.raises(ConfigError, match="policy must be one of"):
         simulated("none", Shape(1, 1), trace, Goal())
     with pytest.raises(ConfigError, match="workload must be one of"):
-        case("none", Asked(1, 1.0))
+        case("none", TraceParams(1, 1.0))
     with pytest.raises(ConfigError, match="ttft_s"):
         Goal(ttft_s=-1)
 
@@ -205,7 +205,7 @@ def test_how_far_a_simulation_is() -> None:
     times = iter((0.0, 5.0, 10.0, 10.0, 15.0, 21.0, 21.0))
     pace = SimulationProgress("chat, kvferry", 100, said.append, times.__next__)
     for left in (90, 80, 70, 60):
-        pace.left(left)
+        pace.report(left)
     assert said == ["chat, kvferry: 20 of 100 requests", "chat, kvferry: 40 of 100 requests"]
 
 
@@ -258,7 +258,7 @@ def test_what_is_wrong_is_said_of_its_flag_before_anything_is_simulated(words: l
 
 
 def test_requests_over_more_than_a_week_are_refused() -> None:
-    trace, _, models = case("low-sharing", Asked(60, 1e-6, 1))
+    trace, _, models = case("low-sharing", TraceParams(60, 1e-6, 1))
     with pytest.raises(ConfigError, match="at most 604800 s can be simulated"):
         simulated("kvferry", Shape(1, 1, Machine(), models), trace, Goal())
 
@@ -288,7 +288,7 @@ def test_targets_keep_the_goodput_under_overload(shape: Shape, scale: float, goa
     """At 1.3 times the capacity, with nothing to prefer; without targets nearly all requests are late."""
 
     def at(load: float, *, targets: bool = True) -> Figures:
-        trace, *_ = case("low-sharing", Asked(int(700 * load), load * scale, 1))
+        trace, *_ = case("low-sharing", TraceParams(int(700 * load), load * scale, 1))
         return simulated("kvferry", shape, trace, goal, targets=targets)
 
     usual, crowded, plain = at(1.0), at(1.3), at(1.3, targets=False)
@@ -302,9 +302,9 @@ def test_targets_keep_the_goodput_under_overload(shape: Shape, scale: float, goa
 @pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 1)], ids=["prefill is short", "decode is short"])
 def test_a_batch_gives_way_to_requests_with_targets_and_loses_nothing(shape: Shape) -> None:
     """At 1.3 times the capacity, half of it a batch's rows: those who wait are served as if there were no batch."""
-    trace, *_ = case("batch-rows", Asked(600, 0.33, 1))
-    others = [ask for ask in trace if not ask.patient]
-    hurried = [replace(ask, patient=False) for ask in trace]
+    trace, *_ = case("batch-rows", TraceParams(600, 0.33, 1))
+    others = [ask for ask in trace if not ask.background]
+    hurried = [replace(ask, background=False) for ask in trace]
     goal = Goal(itl_s=0.03)
     alone, beside, equal = (simulated("kvferry", shape, each, goal, targets=True) for each in (others, trace, hurried))
     assert beside.kept >= 0.97
@@ -315,15 +315,15 @@ def test_a_batch_gives_way_to_requests_with_targets_and_loses_nothing(shape: Sha
 
 def test_what_gives_way_goes_on_behind_its_tokens() -> None:
     shape, policy = Shape(1, 1, replace(Machine(), max_num_seqs=4)), KvferryPolicy(targets=Goal(itl_s=0.03))
-    rows = [Scenario(number, 0.0, 600, 400, (), patient=True) for number in range(4)]
+    rows = [Scenario(number, 0.0, 600, 400, (), background=True) for number in range(4)]
     late = [Scenario(4 + number, 2.0 + number, 600, 40, ()) for number in range(3)]
     world = World(shape, policy, [*rows, *late])
     asyncio.run(world.play())
     gave_way = [run for run in world.runs if run.attempt]
     assert gave_way
-    assert all(run.ask.patient for run in gave_way)
+    assert all(run.ask.background for run in gave_way)
     assert all(run.delivered == run.ask.output_len and not run.failed for run in world.runs)
-    assert max(run.ttft_s for run in world.runs if not run.ask.patient) < 1.0
+    assert max(run.ttft_s for run in world.runs if not run.ask.background) < 1.0
     assert not policy.displaced()
 
 

@@ -15,7 +15,7 @@ from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.peer_policies import RoundRobin
 from kvferry.simulate.scenario import Scenario
-from kvferry.simulate.trace_writer import Asked, hashes_of
+from kvferry.simulate.trace_writer import TraceParams, hashes_of
 from kvferry.simulate.workloads import WORKLOADS
 from kvferry.simulate.world import Loss, World
 
@@ -124,7 +124,7 @@ def test_a_lost_node_takes_nobody_with_it(policy: str) -> None:
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_every_order_of_eviction_keeps_the_books(eviction: str) -> None:
-    trace = WORKLOADS["chat"](Asked(100, 40, 3, 16))
+    trace = WORKLOADS["chat"](TraceParams(100, 40, 3, 16))
     machine = replace(MACHINE, prefill_tokens_per_s=20_000, blocks=3000)
     world = played(Shape(2, 2, machine, eviction=eviction), trace)
     assert sum(node.memory.evicted_total for node in world.fleet.nodes.values()) > 100
@@ -136,10 +136,10 @@ def test_a_parent_cheaper_than_its_children_stays_until_they_left() -> None:
     chain = [bytes([number]) * 16 for number in range(4)]
     pool.take("a", chain, 4)
     pool.fill("a", chain)
-    pool.give("a")
+    pool.release_owner("a")
     for left in (3, 2, 1):
         pool.take("b", (), 4 - left)
-        pool.give("b")
+        pool.release_owner("b")
         assert pool.found(chain) == left
     pool.check_integrity()
 

@@ -74,7 +74,7 @@ def test_a_cluster_that_is_busy_tells_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("alone_s", "beside_s", "kept"),
-    [(0.51, 1.01, 0.5), (0.51, 0.52, 1.0), (0.51, 0.4, 1.0), (0.51, 100.0, rate_probe.LEAST_SHARE)],
+    [(0.51, 1.01, 0.5), (0.51, 0.52, 1.0), (0.51, 0.4, 1.0), (0.51, 100.0, rate_probe.MIN_SHARE)],
     ids=["half", "cores of its own", "luck", "hardly any"],
 )
 def test_what_prompts_keep_beside_streams(alone_s: float, beside_s: float, kept: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.simulate.mooncake import read_trace
-from kvferry.simulate.trace_writer import Asked, hashes_of
+from kvferry.simulate.trace_writer import TraceParams, hashes_of
 from kvferry.simulate.workloads import WORKLOADS
 
 
@@ -24,10 +24,10 @@ def test_hashes_are_equal_as_far_as_the_text_is() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_seed_is_a_trace(name: str) -> None:
     make = WORKLOADS[name]
-    asked = Asked(200, 20, 5)
+    asked = TraceParams(200, 20, 5)
     trace = make(asked)
     assert trace == make(asked)
-    assert trace != make(Asked(200, 20, 6))
+    assert trace != make(TraceParams(200, 20, 6))
     assert 200 <= len(trace) < 300
     numbers = [ask.number for ask in trace]
     assert sorted(numbers) == list(range(len(trace)))
@@ -101,4 +101,4 @@ def test_a_file_that_is_not_there_and_blocks_that_do_not_fit(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="block_size must divide 512"):
         read_trace(tmp_path / "none", 100)
     with pytest.raises(ConfigError, match="above 0"):
-        Asked(1, 0)
+        TraceParams(1, 0)

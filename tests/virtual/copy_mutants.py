@@ -28,10 +28,10 @@ def copy_lands_at_once() -> Mutant:
 def copy_is_not_lent() -> Mutant:
     """Blocks of a copy are taken anew while they are being sent."""
 
-    def lend(copies: Replicas, transfer: int, chain: Any, first: int) -> Any:
+    def hold_copy(copies: Replicas, transfer: int, chain: Any, first: int) -> Any:
         transfer_holds = real(copies, transfer, chain, first)
         copies.returned(transfer)
         return transfer_holds
 
-    real = Replicas.lend
-    return patch.object(Replicas, "lend", lend)
+    real = Replicas.hold_copy
+    return patch.object(Replicas, "hold_copy", hold_copy)

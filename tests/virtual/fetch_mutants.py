@@ -42,7 +42,7 @@ def fetched_before_it_is_here() -> Mutant:
             engine.copies._landing[key] = (hashes, chain, len(chain))
             waiting = fetches._open[supply.fetch].request
             if waiting.key in fetches._waiting:
-                fetches._go_on(engine, fetches._waiting[waiting.key])
+                fetches._resume(engine, fetches._waiting[waiting.key])
 
     real = PrefixFetcher._grant
     return patch.object(PrefixFetcher, "_grant", grant)

@@ -190,7 +190,7 @@ class VirtualNode:
     async def drain(self) -> None:
         """As `worker.runtime` does it, with all the time in the world: until nothing is under way here."""
         await self.role_change.stop()
-        await self.membership.relief(lambda: not self.world.healed and self.streams.followed)
+        await self.membership.wait_for_replacement(lambda: not self.world.healed and self.streams.followed)
         self.draining = True
         await self.membership.announce()
         while self._busy():  # noqa: ASYNC110
@@ -227,7 +227,7 @@ class VirtualNode:
             "requests": list(engine.request_table), "ships": engine.transfer_holds.ships, "grants":
             engine.transfer_holds.grants, "attempts": engine.request_table._attempts, "commands":
             self.loop_engine._inbox, "fetches": service.endpoints.fetches._waiting, "asked":
-            service.endpoints.fetches._asker.transfers._all, "coming": service.endpoints.fetches._coming, "given":
+            service.endpoints.fetches._client.transfers._all, "coming": service.endpoints.fetches._in_flight, "given":
             service.endpoints.supplies._supplies, "arrivals": service.endpoints.fetches._arrivals._open,
             "copies sent": engine.copies._transfer_holds, "copies landing": engine.copies._landing,
             "held blocks": engine.pool.num_blocks - engine.pool.available,

@@ -10,7 +10,7 @@ from typing import Any
 from tests.virtual.clock import PROCESS, Process, State, VirtualLoop
 from tests.virtual.weather import Weather
 
-LEAST_S = 1e-7
+MIN_S = 1e-7
 """Between two events of one lane."""
 
 
@@ -25,7 +25,7 @@ class Lanes:
         self, lane: Hashable, process: Process | None, event: Callable[..., Any], *args: Any, late_s: float = 0.0
     ) -> None:
         """As the process's own, or as nobody's: what hardware does goes on beside a frozen process."""
-        due = max(self.loop.time() + late_s + self.weather.delay_s(), self._due.get(lane, 0.0) + LEAST_S)
+        due = max(self.loop.time() + late_s + self.weather.delay_s(), self._due.get(lane, 0.0) + MIN_S)
         self._due[lane] = due
         self.loop.call_at(due, event, *args, context=process.context if process else self.loop.bare)
 

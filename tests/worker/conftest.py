@@ -16,7 +16,7 @@ def started(ranks: Ranks, rank: int, memory_fd: int) -> subprocess.Popen[bytes] 
     """In the place of `Ranks._started`, unless a test has it start another program."""
     if sys.executable != PYTHON:
         return START(ranks, rank, memory_fd)
-    line, *others = ranks._given(rank)
+    line, *others = ranks._inherited_fds(rank)
     descriptors = (line, memory_fd, *others)
     words = ["-m", "kvferry.worker.rank", str(rank), *map(str, descriptors)]
     return forked_python(WORKERS).start(words, 1, 2, pass_fds=descriptors)

@@ -45,7 +45,7 @@ class Far(PoolMemory):
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the toy's prompts have few blocks and take less time than any copy; a busy machine makes no read late."""
     monkeypatch.setattr(tier_factory, "PoolMemory", Far)
-    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+    monkeypatch.setattr(tiers, "MIN_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
     monkeypatch.setattr(object_groups, "GROUP", 5)
     evict_the_oldest(monkeypatch)

@@ -43,7 +43,7 @@ def blocks(worker: Worker, way: str) -> float:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine makes no fetch late."""
-    monkeypatch.setattr(fetch_client, "LEAST_S", 30.0)
+    monkeypatch.setattr(fetch_client, "MIN_S", 30.0)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def settle(router: Router) -> None:
 
 
 def awaits(worker: Worker) -> bool:
-    return bool(worker.service.endpoints.fetches._asker.transfers)
+    return bool(worker.service.endpoints.fetches._client.transfers)
 
 
 async def test_what_ends_in_the_turn_in_which_its_blocks_land_is_counted_once(router: Router) -> None:
@@ -79,7 +79,7 @@ async def test_what_ends_in_the_turn_in_which_its_blocks_land_is_counted_once(ro
     def both(engine: Any) -> None:
         (fetching,) = mine._waiting.values()
         engine.cancel("a", 0)
-        mine._go_on(engine, fetching)
+        mine._resume(engine, fetching)
 
     with router.decode.frozen_engine():
         answer = router.post_prefill(job("a", router.decode))
@@ -132,7 +132,7 @@ async def test_what_is_here_already_is_not_fetched_and_neither_is_the_block_of_t
 
 
 async def test_a_fetch_goes_piece_by_piece(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_client, "PIECE", 3)
+    monkeypatch.setattr(fetch_client, "FETCH_BLOCKS", 3)
     delta = await first_of(router, job("a", router.decode))
     assert delta.reuse.fetched == FULL * 4
     assert ended(router.prefill, "done") == 4
@@ -142,7 +142,7 @@ async def test_a_fetch_goes_piece_by_piece(router: Router, monkeypatch: pytest.M
 async def test_what_came_before_the_holder_dies_is_kept_and_the_rest_computed(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch_client, "PIECE", 4)
+    monkeypatch.setattr(fetch_client, "FETCH_BLOCKS", 4)
     give, asked = fetch_server.PrefixSupplier._supply, []
 
     def twice(*args: Any) -> None:
@@ -177,8 +177,8 @@ async def test_a_holder_that_dies_in_the_middle_of_its_blocks_costs_the_computin
 async def test_a_holder_that_stands_still_is_late_and_then_left_alone(
     router: Router, monkeypatch: pytest.MonkeyPatch, frozen: str
 ) -> None:
-    monkeypatch.setattr(fetch_client, "LEAST_S", 0.3)
-    monkeypatch.setattr(block_fetches, "SHUN_S", 60.0)
+    monkeypatch.setattr(fetch_client, "MIN_S", 0.3)
+    monkeypatch.setattr(block_fetches, "BACKOFF_S", 60.0)
     with router.decode.frozen_engine() if frozen == "engine" else router.decode.frozen_link():
         delta = await first_of(router, job("a", router.decode))
         assert (delta.reuse.fetched, delta.reuse.computed) == (0, LENGTH)

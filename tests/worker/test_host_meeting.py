@@ -208,7 +208,7 @@ def test_a_host_that_is_lost_leaves_nobody_waiting(
     first.ready = True
     line.send_bytes(b'{"signs": [8], "leaving": false}')
     assert line.recv_bytes() == listener.READY
-    assert list(first.signs) == [8, 0]
+    assert list(first.heartbeats) == [8, 0]
     how(line)
     with pytest.raises((EOFError, OSError)):
         ours.recv_bytes()
@@ -265,8 +265,8 @@ class Ranks:
     made: ClassVar[list[Ranks]] = []
     ended, closed = "", False
 
-    def __init__(self, orders: Any) -> None:
-        self.signs = [1]
+    def __init__(self, params: Any) -> None:
+        self.heartbeats = [1]
         self.made.append(self)
 
     def close(self) -> None:

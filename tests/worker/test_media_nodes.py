@@ -120,7 +120,7 @@ async def test_a_prompt_whose_blocks_are_fetched_needs_no_rows() -> None:
 
 
 async def test_blocks_with_images_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+    monkeypatch.setattr(tiers, "MIN_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
     blocks = len(PROMPT[0]) // 4
     for start in range(2):

@@ -25,7 +25,7 @@ SOON_S = 0.3
 
 @pytest.fixture(autouse=True)
 def _quick() -> object:
-    with patch.object(membership, "RELIEF_S", 0.02):
+    with patch.object(membership, "REPLACEMENT_CHECK_S", 0.02):
         yield
 
 
@@ -48,7 +48,7 @@ async def left(*waiting: asyncio.Task[None]) -> list[bool]:
 
 
 def leaving(node: Membership, may_wait: Callable[[], bool] = lambda: True) -> asyncio.Task[None]:
-    return asyncio.create_task(node.relief(may_wait))
+    return asyncio.create_task(node.wait_for_replacement(may_wait))
 
 
 async def test_the_last_one_stays_until_another_is_ready(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,23 +111,23 @@ async def test_a_newer_process_of_its_name_is_relief() -> None:
 async def test_a_node_steps_back_only_while_another_does_its_work_and_nobody_else_leaves() -> None:
     store = MemoryStore()
     async with member(store) as node:
-        assert "the last decode node" in await node.step_back(0.0)
+        assert "the last decode node" in await node.try_leave_role(0.0)
         (own,) = await store.nodes()
         assert not own.leaving, "it works on, and all may count on it"
         async with member(store, node_id="d2"):
             await store.announce(replace(LEASE, node_id="p1", role="prefill", leaving=True))
-            assert "another node is changing its role" in await node.step_back(0.0)
+            assert "another node is changing its role" in await node.try_leave_role(0.0)
             await store.announce(replace(LEASE, node_id="p1", role="prefill", state="draining"))
-            assert "another node is changing its role" in await node.step_back(0.0)
+            assert "another node is changing its role" in await node.try_leave_role(0.0)
             await store.announce(replace(LEASE, node_id="p1", role="prefill", role_s=4.0))
-            assert "less than 30 s ago" in await node.step_back(30.0)
-            assert await node.step_back(3.0) == ""
+            assert "less than 30 s ago" in await node.try_leave_role(30.0)
+            assert await node.try_leave_role(3.0) == ""
             (own,) = [lease for lease in await store.nodes() if lease.node_id == "d1"]
             assert own.leaving
-            assert await node.spared()
-            assert "about to end" in await node.step_back(0.0)
-            node.stay()
-        assert not await node.spared()
+            assert await node.has_substitute()
+            assert "about to end" in await node.try_leave_role(0.0)
+            node.keep_role()
+        assert not await node.has_substitute()
 
 
 async def test_a_role_keeps_a_node_of_each_fingerprint() -> None:
@@ -135,12 +135,12 @@ async def test_a_role_keeps_a_node_of_each_fingerprint() -> None:
     store, other = MemoryStore(), {"fingerprint": "new"}
     async with member(store) as node, member(store, node_id="d2", **other) as new:
         for each in (node, new):
-            assert "the last decode node" in await each.step_back(0.0)
-            assert not await each.spared()
+            assert "the last decode node" in await each.try_leave_role(0.0)
+            assert not await each.has_substitute()
         await store.announce(replace(LEASE, node_id="d3", state="draining"))
         async with member(store, node_id="d4", **other):
-            assert await new.step_back(0.0) == "", "what leaves another version delays nothing"
-            new.stay()
+            assert await new.try_leave_role(0.0) == "", "what leaves another version delays nothing"
+            new.keep_role()
             await new.announce()
         ends = leaving(node)
         await until(ends.done)
@@ -149,7 +149,7 @@ async def test_a_role_keeps_a_node_of_each_fingerprint() -> None:
 async def test_of_two_that_step_back_at_once_not_both_do() -> None:
     store = MemoryStore()
     async with member(store) as one, member(store, node_id="d2") as other, member(store, node_id="d3"):
-        answers = await asyncio.gather(one.step_back(0.0), other.step_back(0.0))
+        answers = await asyncio.gather(one.try_leave_role(0.0), other.try_leave_role(0.0))
         assert any(answers)
 
 
@@ -157,7 +157,7 @@ async def test_nobody_steps_back_without_a_registry() -> None:
     store = MemoryStore()
     async with member(store) as node, member(store, node_id="d2"):
         store.available = False
-        assert await node.step_back(0.0)
-        assert not await node.spared()
+        assert await node.try_leave_role(0.0)
+        assert not await node.has_substitute()
         store.available = True
-        assert await node.step_back(0.0) == ""
+        assert await node.try_leave_role(0.0) == ""

@@ -113,8 +113,8 @@ async def test_whatever_befalls_memory_no_token_is_wrong_and_nothing_is_left(
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: float(tokens))  # all is worth a read
     for module, name, value in (
         *(
-            (tiers, "LEAST_S", 0.2),
-            (fetch_client, "LEAST_S", 0.2),
+            (tiers, "MIN_S", 0.2),
+            (fetch_client, "MIN_S", 0.2),
             (block_fetches, "SHUN_S", 0.1),
             (remote, "OUT_S", 0.1),
         ),

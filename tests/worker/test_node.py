@@ -84,13 +84,13 @@ async def test_a_node_that_joins_ends_when_asked() -> None:
 async def test_health_and_lease_tell_how_long_a_thread_has_not_moved(thread: str) -> None:
     async with worker("decode", make_engine()) as node:
         with getattr(node, f"frozen_{thread}")():
-            await until(lambda: getattr(node.loaded.vitals.pulse, f"{thread}_s") > 1.2)
+            await until(lambda: getattr(node.loaded.liveness.pulse, f"{thread}_s") > 1.2)
             assert getattr(node.loaded.lease().pulse, f"{thread}_s") > 1.2
             async with httpx.AsyncClient(trust_env=False, base_url=node.node.address.url) as client:
                 health = await client.get("/health")
             assert health.json()["pulse"][f"{thread}_s"] > 1.2
             assert await answers(node) == (200, 200, "ready")
-        await until(lambda: getattr(node.loaded.vitals.pulse, f"{thread}_s") < 1.2)
+        await until(lambda: getattr(node.loaded.liveness.pulse, f"{thread}_s") < 1.2)
         await node.settle()
 
 

@@ -54,7 +54,7 @@ async def cluster(path: Path, **settings: Any) -> AsyncIterator[Router]:
 def quick_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy's prompts have few blocks and take less time than any store; a busy machine makes no read late."""
     monkeypatch.setattr(object_groups, "GROUP", GROUP)
-    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+    monkeypatch.setattr(tiers, "MIN_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
 
 
@@ -170,7 +170,7 @@ async def test_requests_that_lack_the_same_blocks_await_one_read(tmp_path: Path)
         with hung("get") as go:
             answers = [router.post_prefill(make_job(f"again-{n}", prompt(), 1)) for n in range(3)]
             await until(lambda: len(router.prefill.service.endpoints.tiers._waiting) == 3)
-            await until(lambda: router.prefill.service.endpoints.tiers._coming)
+            await until(lambda: router.prefill.service.endpoints.tiers._in_flight)
             go.set()
             for answer in answers:
                 (first, *_) = await answer.ended()
@@ -198,7 +198,7 @@ async def test_a_store_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
         if call == "get":
             monkeypatch.setattr(remote, "CALL_S", 30.0)
             monkeypatch.setattr(tiers, "SLOWNESS", 0.0)
-        monkeypatch.setattr(tiers, "LEAST_S", 0.1)
+        monkeypatch.setattr(tiers, "MIN_S", 0.1)
         with hung(call) as go:
             assert (await ask(router, "again")).computed == LENGTH
             assert reads(router.prefill, "late") == (call == "get")
@@ -255,7 +255,7 @@ async def test_a_request_that_ends_while_its_blocks_are_looked_for_or_read_leave
                 answer = router.post_prefill(job)
                 await until(lambda: router.prefill.service.endpoints.tiers._waiting)
                 if call == "get":
-                    await until(lambda: router.prefill.service.endpoints.tiers._coming)
+                    await until(lambda: router.prefill.service.endpoints.tiers._in_flight)
                 await router.cancel(job, router.prefill)
                 (failed,) = await answer.ended()
                 assert failed.code == "cancelled"

@@ -48,8 +48,8 @@ def slow(node: Worker) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_client, "LEAST_S", 30.0)
-    monkeypatch.setattr(replication, "LOOK_S", 0.0)
+    monkeypatch.setattr(fetch_client, "MIN_S", 30.0)
+    monkeypatch.setattr(replication, "CHECK_S", 0.0)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_streams_move_with_their_states() -> None:
 
 async def test_a_disk_keeps_checkpoints_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_writes, "GATHERING_S", 0.0)
-    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+    monkeypatch.setattr(tiers, "MIN_S", 30.0)
     monkeypatch.setattr(tiers.Tiers, "_computed_s", lambda self, tokens: tokens * 1.0)
     for turn in range(2):
         async with (

@@ -94,7 +94,7 @@ async def test_an_engine_that_stands_still_is_told_of_more_often(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams_module, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(streams_module, "HURRIED_S", 0.001)
+    monkeypatch.setattr(streams_module, "STALLED_HEARTBEAT_S", 0.001)
     reader = frames(streams.open("a", 7, None))
 
     async def seconds_of(beats: int) -> float:

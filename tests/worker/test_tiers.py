@@ -50,7 +50,7 @@ async def cluster(path: Path, blocks: int = POOL) -> AsyncIterator[Router]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine makes no read late, and evicts in the same order."""
-    monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+    monkeypatch.setattr(tiers, "MIN_S", 30.0)
     evict_the_oldest(monkeypatch)
 
 
@@ -152,7 +152,7 @@ async def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_again_until_it_
 ) -> None:
     async with cluster(tmp_path) as router:
         await evicted(router)
-        monkeypatch.setattr(tiers, "LEAST_S", 0.05)
+        monkeypatch.setattr(tiers, "MIN_S", 0.05)
         monkeypatch.setattr(tiers, "SLOWNESS", 0.0)
         with hung(router.prefill) as go:
             assert (await ask(router, "again", 0)).computed == LENGTH
@@ -162,7 +162,7 @@ async def test_a_disk_that_hangs_is_not_waited_for_and_not_asked_again_until_it_
             assert reads(router.prefill, "late") == 1
             go.set()
         await settle(router)
-        monkeypatch.setattr(tiers, "LEAST_S", 30.0)
+        monkeypatch.setattr(tiers, "MIN_S", 30.0)
         await fill(router, 10)
         assert (await ask(router, "read", 0)).reused_prefill == FULL * 4
         await settle(router)
@@ -303,7 +303,7 @@ async def test_a_disk_that_takes_nothing_holds_half_of_the_pool_at_most(
 
 
 async def test_what_is_not_on_disk_comes_from_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_client, "LEAST_S", 30.0)
+    monkeypatch.setattr(fetch_client, "MIN_S", 30.0)
     longer = [*prompt(0), *prompt(9)]
     async with cluster(tmp_path, 50) as router:
         await router.generate(make_job("held", longer, 1))
@@ -324,8 +324,8 @@ async def test_what_is_retracted_while_it_is_read_is_not_found(tmp_path: Path) -
         pool = router.prefill.engine.pool
         with hung(router.prefill) as go:
             answer = router.post_prefill(make_job("again", prompt(0), 1))
-            await until(lambda: router.prefill.service.endpoints.tiers._coming)
-            wrong = next(iter(router.prefill.service.endpoints.tiers._coming))
+            await until(lambda: router.prefill.service.endpoints.tiers._in_flight)
+            wrong = next(iter(router.prefill.service.endpoints.tiers._in_flight))
             pool.miss_reasons.note([wrong], "retracted")
             go.set()
             (first, *_) = await answer.ended()
@@ -373,7 +373,7 @@ async def test_what_left_the_pool_before_it_was_written_counts_as_lost(
 ) -> None:
     async with cluster(tmp_path) as router:
         with monkeypatch.context() as patched:
-            patched.setattr(local_writes.LocalWrites, "_look_again", lambda self: None)
+            patched.setattr(local_writes.LocalWrites, "_schedule", lambda self: None)
             for seed in range(4):
                 await ask(router, f"ask-{seed}", seed)
         fresh = router.prefill.service.endpoints.tiers._writes[0]._fresh

@@ -21,10 +21,10 @@ from kvferry.runtime.address import host_port
 from kvferry.runtime.http import serve_metrics
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.engine_factory import choose_device
-from kvferry.worker.hosts.join_message import BEAT_S, HOST, JOIN_S, JoinMessage, terms
+from kvferry.worker.hosts.join_message import HEARTBEAT_S, HOST, JOIN_S, JoinMessage, terms
 from kvferry.worker.hosts.listener import READY
 from kvferry.worker.hosts.local_ranks import LocalRanks
-from kvferry.worker.hosts.remote_rank import Orders
+from kvferry.worker.hosts.remote_rank import StartParams
 from kvferry.worker.hosts.sealed_socket import SealedSocket, dial
 from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.rank_launcher import require_gpus
@@ -88,7 +88,7 @@ class Follower:
             return
         line, token = joined
         try:
-            ranks = LocalRanks(Orders(settings, token, source.revision))
+            ranks = LocalRanks(StartParams(settings, token, source.revision))
             try:
                 self._follow(line, ranks)
             finally:
@@ -123,12 +123,12 @@ class Follower:
         line.limit(LEADER_S)
         self._why = "the node is loading"
         try:
-            while not self._ended.wait(BEAT_S):
+            while not self._ended.wait(HEARTBEAT_S):
                 if wrong := ranks.ended:
                     log.error("host %d ends: %s", self._settings.node_rank, wrong)
                     line.send_bytes(json.dumps({"ended": wrong}).encode())
                     break
-                line.send_bytes(json.dumps({"signs": ranks.signs, "leaving": self._leaving}).encode())
+                line.send_bytes(json.dumps({"signs": ranks.heartbeats, "leaving": self._leaving}).encode())
                 self.state = "ready" if line.recv_bytes() == READY else "loading"
         except TimeoutError:
             log.error("host 0 at %s has not answered for %.0f s", self._leader, LEADER_S)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kvferry.engine.ranks.meeting import Meeting, TcpMeeting
+from kvferry.engine.ranks.rendezvous import Rendezvous, TcpRendezvous
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.runtime.rank_channel import RankZeroChannels
@@ -35,9 +35,9 @@ class HostRanks(DeviceRanks):
         return kv
 
     @property
-    def signs(self) -> list[int]:
+    def heartbeats(self) -> list[int]:
         """Return a heartbeat counter of each other rank, from any thread."""
-        return [*super().signs[: self._settings.ranks_per_host - 1], *map(int, self._hosts.signs)]
+        return [*super().heartbeats[: self._settings.ranks_per_host - 1], *map(int, self._hosts.heartbeats)]
 
     @property
     def ended(self) -> str | None:
@@ -68,5 +68,5 @@ class HostRanks(DeviceRanks):
             device=host.device, threads=host.threads,
         )  # fmt: skip
 
-    def _met(self) -> Meeting:
-        return TcpMeeting(self._settings.own_address, serves=True)
+    def _make_rendezvous(self) -> Rendezvous:
+        return TcpRendezvous(self._settings.own_address, serves=True)

@@ -17,7 +17,7 @@ HOST = "host"
 """Purpose of a host's own connection, which carries its heartbeats; `worker.ranks` has those of its ranks."""
 JOIN_S = 600.0
 """Maximum time that the hosts wait for each other, in seconds."""
-BEAT_S = 0.1
+HEARTBEAT_S = 0.1
 """Seconds between two heartbeats of a host."""
 
 

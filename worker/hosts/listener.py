@@ -37,10 +37,10 @@ class HostListener:
 
     If a host is lost before all have joined, another one may take its place; after that, it is a fault of the node.
 
-    signs     int64, a heartbeat counter of each rank of other hosts
-    ready     whether the node serves; sent to the other hosts
-    leaving   whether another host was asked to stop
-    revision  revision of the model's weights
+    heartbeats  int64, a heartbeat counter of each rank of other hosts
+    ready       whether the node serves; sent to the other hosts
+    leaving     whether another host was asked to stop
+    revision    revision of the model's weights
 
     Raises ConfigError if the port is taken."""
 
@@ -48,9 +48,9 @@ class HostListener:
         self.fault, self.ready, self.leaving = "", False, False
         self.hosts: dict[int, JoinMessage] = {}
         self._settings, self._first = settings, settings.ranks_per_host
-        self.signs = np.zeros(settings.tensor_parallel_size - self._first, np.int64)
+        self.heartbeats = np.zeros(settings.tensor_parallel_size - self._first, np.int64)
         self._terms = terms(settings, ClusterSecrets(settings), revision)
-        self._token, self._met = secrets.token_hex(16), False
+        self._token, self._all_joined = secrets.token_hex(16), False
         self._lines: dict[Key, SealedSocket | None] = {}
         self._changed = threading.Condition()
         self._joining, self._refused = threading.BoundedSemaphore(MAX_JOINING), RateLimitedLog(log)
@@ -95,7 +95,7 @@ class HostListener:
                 if not self._changed.wait(deadline - time.monotonic()):
                     names = ", ".join(map(_named, missing))
                     raise ConfigError(f"these have not joined within {within_s:.0f} s: {names}", param="nnodes")
-            self._met = True
+            self._all_joined = True
             return [line for key in keys if (line := self._lines[key]) is not None]
 
     def _accept(self) -> None:
@@ -156,7 +156,7 @@ class HostListener:
 
     def _watch(self, number: int, line: SealedSocket) -> None:
         """Receive a host's heartbeats until it is lost."""
-        own = self.signs[(number - 1) * self._first : number * self._first]
+        own = self.heartbeats[(number - 1) * self._first : number * self._first]
         line.limit(LOST_S)
         try:
             while True:
@@ -176,13 +176,13 @@ class HostListener:
     def _lost(self, number: int, how: str) -> None:
         """End all of the host's connections, so that nothing waits for it; `fault` is set before that."""
         with self._changed:
-            told = f"host {number} ({self.hosts[number].address}) {how}"
+            message = f"host {number} ({self.hosts[number].address}) {how}"
             own = [key for key in self._lines if (key[1] if key[0] == HOST else key[1] // self._first) == number]
             lines = [self._lines[key] for key in own]
-            if self._met:
-                self.fault = self.fault or told
+            if self._all_joined:
+                self.fault = self.fault or message
             else:
-                log.warning("%s before all hosts have joined", told)
+                log.warning("%s before all hosts have joined", message)
                 for key in own:
                     del self._lines[key]
             self._changed.notify_all()

@@ -89,7 +89,7 @@ def dial(host: str, port: int, source: str, terms: HandshakeTerms, message: byte
     with _closed_on_error(socket.create_connection((unbracketed, port), HANDSHAKE_S, (source, 0))) as connection:
         handshake = Handshake(terms, dialled=True)
         try:
-            handshake.challenged(_read(connection, deadline))
+            handshake.read_challenge(_read(connection, deadline))
             _write(connection, handshake.hello(message), deadline)
             reply = _read(connection, deadline)
             kind, text = reply[:1], reply[1:].decode(errors="replace")
@@ -97,7 +97,7 @@ def dial(host: str, port: int, source: str, terms: HandshakeTerms, message: byte
                 raise Incompatible(text)
             if kind == _BUSY:
                 raise ConnectionRefusedError(text)
-            handshake.welcomed(reply[1:])
+            handshake.read_welcome(reply[1:])
         except WireError as error:
             raise OSError(f"no host of a node listens at {host}:{port}: {error.message}") from error
         return SealedSocket(connection, handshake.keys()), handshake.peer
@@ -115,7 +115,7 @@ def answer(
         handshake = Handshake(terms, dialled=False)
         _write(connection, handshake.challenge(), deadline)
         try:
-            handshake.greeted(_read(connection, deadline))
+            handshake.read_hello(_read(connection, deadline))
             welcome = handshake.welcome(meet(handshake.peer))
         except WireError as error:
             raise OSError(error.message) from error

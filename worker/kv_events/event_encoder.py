@@ -22,12 +22,12 @@ class EventEncoder:
 
     def __init__(self, contents: BlockContents, block_size: int, adapter_name: Callable[[str], str]) -> None:
         self._contents, self._block_size, self._adapter_name = contents, block_size, adapter_name
-        self.told: set[bytes] = set()
+        self.announced: set[bytes] = set()
 
     def changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> list[dict[str, Any]]:
         """Return the events of blocks that became findable, and of blocks that can no longer be found."""
-        gone = [block_hash for block_hash in removed if block_hash in self.told]
-        self.told.difference_update(gone)
+        gone = [block_hash for block_hash in removed if block_hash in self.announced]
+        self.announced.difference_update(gone)
         events: list[dict[str, Any]] = []
         if gone:
             hashes = [short(block_hash) for block_hash in gone]
@@ -36,7 +36,7 @@ class EventEncoder:
 
     def cleared(self) -> dict[str, Any]:
         """Forget all blocks, and return the event that makes readers do the same."""
-        self.told.clear()
+        self.announced.clear()
         return {"type": "AllBlocksCleared"}
 
     def _stored(self, stored: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -44,8 +44,8 @@ class EventEncoder:
         event: dict[str, Any] | None = None
         last: bytes | None = None
         for block_hash in stored:
-            for each, content in self._untold(block_hash):
-                self.told.add(each)
+            for each, content in self._unannounced(block_hash):
+                self.announced.add(each)
                 if event is None or content.parent is None or content.parent != last:
                     if event is not None:
                         yield event
@@ -60,11 +60,11 @@ class EventEncoder:
         if event is not None:
             yield event
 
-    def _untold(self, block_hash: bytes) -> list[tuple[bytes, BlockContent]]:
+    def _unannounced(self, block_hash: bytes) -> list[tuple[bytes, BlockContent]]:
         """Return the block and its unannounced predecessors, first block first; empty if one is unknown."""
         chain: list[tuple[bytes, BlockContent]] = []
         next_hash: bytes | None = block_hash
-        while next_hash is not None and next_hash not in self.told:
+        while next_hash is not None and next_hash not in self.announced:
             content = self._contents.get(next_hash)
             if content is None:
                 return []

@@ -85,14 +85,14 @@ class KvEventPublisher:
             self._noted += sum(len(change.stored) + len(change.removed) for change in changes)
             if self._noted > MAX_NOTED:
                 self._notes, self._noted, self._lost = [], 0, True
-        self._wakeup.ring()
+        self._wakeup.wake()
 
     def stop(self) -> None:
         """End the thread once it has published the queued changes; a second call does nothing."""
         with self._lock:
             stopped, self._stopping = self._stopping, True
         if not stopped:
-            self._wakeup.ring()
+            self._wakeup.wake()
             self._thread.join(JOIN_S)
 
     def _opened(self, kind: int, address: str, unread: int) -> zmq.Socket[bytes]:
@@ -105,8 +105,8 @@ class KvEventPublisher:
             (socket.bind if binds else socket.connect)(address)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            told = f"--kv-events-config: {address} cannot be used: {error}; choose another address"
-            raise ConfigError(told, param=PARAM) from error
+            message = f"--kv-events-config: {address} cannot be used: {error}; choose another address"
+            raise ConfigError(message, param=PARAM) from error
         return socket
 
     def _run(self) -> None:
@@ -120,7 +120,7 @@ class KvEventPublisher:
             try:
                 ready = dict(poller.poll())
                 if self._wakeup.descriptor in ready:
-                    self._wakeup.heard(0)
+                    self._wakeup.reset(0)
                 self._publish_noted()
                 if self._replays in ready:
                     self._answer_replay()

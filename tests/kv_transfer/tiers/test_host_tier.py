@@ -95,7 +95,7 @@ def test_what_is_read_is_not_written_over_though_it_left(tier: Any, device: Devi
     assert tier.read(named(1, 2), [200, 201], ended.append)
     assert begun.wait(10)
     tier.drop(named(1))
-    wait_for(lambda: not tier._store._doomed)
+    wait_for(lambda: not tier._store._evicted)
     assert write(tier, device, 11, 12, 13, 14, 15, 16) == 6
     assert free(tier) == 0
     go.set()
@@ -106,8 +106,8 @@ def test_what_is_read_is_not_written_over_though_it_left(tier: Any, device: Devi
 
 def test_what_left_before_its_read_began_is_not_read(tier: Any, device: Device) -> None:
     write(tier, device, 1, 2)
-    shelf = tier._store.catalog.find(named(1)[0])
-    tier._backing.remove(shelf)
+    group = tier._store.catalog.find(named(1)[0])
+    tier._backing.remove(group)
     assert isinstance(read(tier, device, 1, 2), TransferFailed)
     assert (tier.run(named(1)), free(tier)) == (0, ROWS)
 

@@ -55,10 +55,10 @@ class Node:
         wait_for(lambda: len(there) == len(wanted))
         return there
 
-    def look(self, hashes: list[bytes], first: int = 0, patience_s: float = 10.0) -> int | None:
+    def lookup(self, hashes: list[bytes], first: int = 0, patience_s: float = 10.0) -> int | None:
         """How many are there; None: it does not say."""
         found: list[int] = []
-        if not self.tier.look(hashes, first, patience_s, found.append):
+        if not self.tier.lookup(hashes, first, patience_s, found.append):
             return None
         wait_for(lambda: found)
         return found[0]
@@ -105,11 +105,11 @@ def make(address: str) -> Iterator[Any]:
 
 def test_what_one_node_wrote_another_reads_from_any_block_on(make: Any) -> None:
     one, other = make(), make()
-    assert other.look(named()) == 0
+    assert other.lookup(named()) == 0
     assert one.write(named()) == [True] * 3
-    assert other.look(named()) == 3 * GROUP
+    assert other.lookup(named()) == 3 * GROUP
     assert other.read(named(3 * GROUP)) is None
-    assert other.look(named(), GROUP + 3) == 2 * GROUP - 3
+    assert other.lookup(named(), GROUP + 3) == 2 * GROUP - 3
     assert other.read(named(3 * GROUP), GROUP + 3) is None
     assert other.read(named(2 * GROUP), 2 * GROUP - 1) is None
 
@@ -117,27 +117,27 @@ def test_what_one_node_wrote_another_reads_from_any_block_on(make: Any) -> None:
 def test_a_chain_that_has_no_whole_group_behind_what_is_here_is_not_looked_for(make: Any) -> None:
     node = make()
     node.write(named())
-    assert node.look(named(GROUP - 1)) is None
-    assert node.look(named(), 3 * GROUP) is None
-    assert node.look(named(3 * GROUP), 3 * GROUP - 1) == 1
+    assert node.lookup(named(GROUP - 1)) is None
+    assert node.lookup(named(), 3 * GROUP) is None
+    assert node.lookup(named(3 * GROUP), 3 * GROUP - 1) == 1
 
 
 def test_a_gap_ends_what_is_there(make: Any) -> None:
     one, other = make(), make()
     one.write(named())
     asyncio.run(one.tier._objects.delete([one.groups(named())[1].name]))
-    assert other.look(named()) == GROUP
-    assert other.look(named(), GROUP) == 0
+    assert other.lookup(named()) == GROUP
+    assert other.lookup(named(), GROUP) == 0
     assert isinstance(one.read(named(3 * GROUP)), NotFound)
-    assert one.look(named()) == GROUP
+    assert one.lookup(named()) == GROUP
     assert one.write(named()) == [True]
-    assert other.look(named()) == 3 * GROUP
+    assert other.lookup(named()) == 3 * GROUP
 
 
 def test_another_model_s_and_another_chain_s_are_not_found(make: Any) -> None:
     make().write(named())
-    assert make(fingerprint="another").look(named()) == 0
-    assert make().look(named(of=7)) == 0
+    assert make(fingerprint="another").lookup(named()) == 0
+    assert make().lookup(named(of=7)) == 0
 
 
 def test_what_another_node_wrote_is_not_written_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ def test_what_another_node_wrote_is_not_written_again(make: Any, monkeypatch: py
     assert other.write(named()) == [True] * 3
     assert not put
     assert other.write(named()) == []  # it knows
-    monkeypatch.setattr(object_groups, "ANEW_S", -1.0)
-    monkeypatch.setattr(remote, "ANEW_S", -1.0)
+    monkeypatch.setattr(object_groups, "REWRITE_AGE_S", -1.0)
+    monkeypatch.setattr(remote, "REWRITE_AGE_S", -1.0)
     assert other.write(named()) == [True] * 3
     assert len(put) == 3
 
@@ -179,8 +179,8 @@ def test_what_is_not_as_it_was_written_is_not_read_and_not_found_again(make: Any
         content = bytearray(asyncio.run(objects.get(one.groups(named())[0].name)))
     asyncio.run(objects.put(group.name, bytes(content)))
     assert isinstance(other.read(named(3 * GROUP)), BlocksCorrupt)
-    assert not other.tier.out
-    assert other.look(named()) == GROUP
+    assert not other.tier.unavailable
+    assert other.lookup(named()) == GROUP
     assert group.name not in other.names()
 
 
@@ -191,9 +191,9 @@ def test_what_was_told_to_be_wrong_is_deleted_with_what_stands_behind_it(make: A
     one.tier.drop([named()[GROUP + 2]])
     left = {one.groups(named())[0].name, *(group.name for group in one.groups(named(of=1)))}
     wait_for(lambda: set(one.names()) == left)
-    assert other.look(named()) == one.look(named()) == GROUP
+    assert other.lookup(named()) == one.lookup(named()) == GROUP
     assert one.write(named()) == [True] * 2
-    assert other.look(named()) == 3 * GROUP
+    assert other.lookup(named()) == 3 * GROUP
 
 
 def test_what_is_told_to_be_wrong_while_it_is_written_does_not_stay(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_what_is_told_to_be_wrong_while_it_is_written_does_not_stay(make: Any, m
     assert there == [False]
     assert node.names() == []
     assert node.write(named(GROUP)) == [True]
-    assert node.look(named(GROUP)) == GROUP
+    assert node.lookup(named(GROUP)) == GROUP
 
 
 def test_a_store_that_is_away_is_left_alone_for_a_while(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +232,8 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(make: Any, monkeypatch: 
     error = node.read(named(3 * GROUP))
     assert isinstance(error, TransferFailed)
     assert "no route to it" in str(error)
-    assert node.tier.out
-    assert node.look(named(of=2)) is None
+    assert node.tier.unavailable
+    assert node.lookup(named(of=2)) is None
     assert not node.tier.write(node.groups(named(of=3))[0], holding(GROUP), lambda: None, lambda there: None)
     monkeypatch.undo()
     monkeypatch.setattr(node.tier, "_out_until", 0.0)
@@ -259,8 +259,8 @@ def test_a_store_that_takes_nothing_is_read(make: Any, monkeypatch: pytest.Monke
     else:
         assert isinstance(other.read(named(2 * GROUP), GROUP), BlocksCorrupt)
     assert not other.tier.write(new, holding(GROUP), lambda: None, lambda _: None)
-    assert not other.tier.out
-    assert other.look(named(GROUP)) == GROUP
+    assert not other.tier.unavailable
+    assert other.lookup(named(GROUP)) == GROUP
     assert other.read(named(GROUP)) is None
 
 
@@ -271,11 +271,11 @@ def test_a_store_that_hangs_is_asked_no_longer_than_the_patience(make: Any, monk
         await asyncio.sleep(60)
 
     monkeypatch.setattr(Objects, "age", hang)
-    assert node.look(named(), patience_s=0.05) == 0
+    assert node.lookup(named(), patience_s=0.05) == 0
     monkeypatch.setattr(Objects, "get", hang)
     monkeypatch.setattr(remote, "CALL_S", 0.05)
     assert isinstance(node.read(named(GROUP)), TransferFailed)
-    assert node.tier.out
+    assert node.tier.unavailable
 
 
 def test_no_more_waits_than_has_room(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +301,9 @@ def test_what_was_written_longest_ago_leaves_first_and_of_a_chain_its_end(make: 
     node, hour = make(), object_eviction.AGE_S
     row = [(group.name, hour * 5 + index, 100) for index, group in enumerate(node.groups(named()))]
     older = [(group.name, hour * 2 + index, 100) for index, group in enumerate(node.groups(named(of=1)))]
-    assert list(object_eviction.too_much([*row, *older], 600)) == []
-    assert list(object_eviction.too_much([*row, *older], 590)) == [older[2][0]]
-    assert list(object_eviction.too_much([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
+    assert list(object_eviction.excess([*row, *older], 600)) == []
+    assert list(object_eviction.excess([*row, *older], 590)) == [older[2][0]]
+    assert list(object_eviction.excess([*row, *older], 200)) == [name for name, _, _ in (*older[::-1], *row[:0:-1])]
     node.write(named())
     one = asyncio.run(node.tier._objects.list(node.tier.folder))[0][2]
     assert asyncio.run(object_eviction.sweep(node.tier._objects, node.tier.folder, 2 * one)) == [row[2][0], row[1][0]]
@@ -344,7 +344,7 @@ def test_what_is_known_to_be_there_is_told(make: Any) -> None:
     ends = [alone(each) for each in named()[GROUP - 1 :: GROUP]]
     one.write(named())
     assert of_one == set(ends) == set(one.tier.known.rows())
-    assert other.look(named()) == 3 * GROUP
+    assert other.lookup(named()) == 3 * GROUP
     assert of_other == set(ends)
     asyncio.run(one.tier._objects.delete([one.groups(named())[1].name]))
     assert isinstance(one.read(named(3 * GROUP)), NotFound)
@@ -358,7 +358,7 @@ def test_what_is_missed_or_deleted_is_told(make: Any, monkeypatch: pytest.Monkey
     node, stale = make(), make()
     there = told_by(stale)
     there.update(map(alone, named()[GROUP - 1 :: GROUP]))
-    assert stale.look(named()) == 0
+    assert stale.lookup(named()) == 0
     assert alone(named()[GROUP - 1]) not in there
     node.write(named())
     monkeypatch.setattr(object_eviction, "EVERY_S", 0.05)
@@ -387,13 +387,13 @@ def test_what_begins_to_be_written_as_it_is_missed_stays_known() -> None:
 
     class Slow(OrderedDict[str, Any]):
         def get(self, name: str, *default: Any) -> Any:
-            met = super().get(name, *default)
+            record = super().get(name, *default)
             if beginning.ident is None:
                 beginning.start()
                 beginning.join(0.2)  # it is behind this
-            return met
+            return record
 
-    known._met = Slow()
+    known._records = Slow()
     known.missing(group)
     beginning.join(10)
     known.drop(named(1))
@@ -440,6 +440,6 @@ def test_objects_that_a_node_met_long_ago_are_forgotten(monkeypatch: pytest.Monk
     known, made = object_groups.Known(), list(in_chain("folder", named()))
     for group in made:
         known.found(group, 0.0)
-    assert [known.there(group) for group in made] == [False, True, True]
-    monkeypatch.setattr(object_groups, "SURE_S", -1.0)
-    assert not any(known.there(group) or known.settled(group) for group in made)
+    assert [known.exists(group) for group in made] == [False, True, True]
+    monkeypatch.setattr(object_groups, "KNOWN_S", -1.0)
+    assert not any(known.exists(group) or known.settled(group) for group in made)

@@ -15,7 +15,7 @@ _dist: Any = dist  # torch's stores have no type stubs
 LOOPBACK = "127.0.0.1"
 
 
-class Meeting(Protocol):
+class Rendezvous(Protocol):
     """Rendezvous of one rank.
 
     address: where this rank listens for other ranks. where: the store's address, which rank 0 sends them. inherited:
@@ -32,14 +32,14 @@ class Meeting(Protocol):
         """Free the store's descriptor or socket. Called once the group is closed."""
 
 
-class FileMeeting:
+class FileRendezvous:
     """Rendezvous of ranks of one host over an unlinked file: every process with its descriptor is a member.
 
-    torch opens the file by its descriptor's number and writes to it again when a group ends. A meeting therefore keeps
-    the descriptor open until it is closed itself: otherwise torch would write to any file that was given the same
+    torch opens the file by its descriptor's number and writes to it again when a group ends. A rendezvous therefore
+    keeps the descriptor open until it is closed itself: otherwise torch would write to any file that was given the same
     number, or fail if it is not a file.
 
-    descriptor: of a file that is empty before the first rank connects, which the meeting owns from now on."""
+    descriptor: of a file that is empty before the first rank connects, which the rendezvous owns from now on."""
 
     address, where = LOOPBACK, b""
 
@@ -54,7 +54,7 @@ class FileMeeting:
         os.close(self._descriptor)
 
 
-class TcpMeeting:
+class TcpRendezvous:
     """Rendezvous of ranks of several hosts over a TCP store, which rank 0 serves on a port that the kernel chooses.
 
     address: of this host. serves: whether this is rank 0, which binds the port at once. Raises OSError."""
