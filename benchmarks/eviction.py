@@ -132,7 +132,7 @@ class Replay:
         for self._now, number, leaves in played:
             if leaves:
                 began = time.process_time()
-                self.pool.release_chain(number)
+                self.pool.release_owner(number)
                 self.pool_s += time.process_time() - began
             else:
                 self._take(asks[number])

@@ -15,14 +15,19 @@ LONG = 11 * 2**20
 """Bytes of a large image; in base64 nearly what a body may have."""
 
 
-def png(width: int, height: int, length: int = 0) -> bytes:
-    """Return an image of black rows as its header declares them if these are few, and zeros up to a length."""
+def chunk(name: bytes, body: bytes) -> bytes:
+    """Return a chunk of a PNG."""
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def png(width: int, height: int, length: int = 0, behind: bytes = b"") -> bytes:
+    """Return an image of black rows as its header declares them if these are few, and zeros up to a length.
+
+    behind: chunks behind its pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = zlib.compress(bytes((width + 1) * height)) if width * height < 2**16 else b""
-    parts = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
-    chunks = (struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-              for name, body in parts)  # fmt: skip
-    return (_SIGNATURE + b"".join(chunks)).ljust(length, b"\0")
+    whole = _SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + behind + chunk(b"IEND", b"")
+    return whole.ljust(length, b"\0")
 
 
 def data_url(data: bytes, mime: str = "image/png") -> str:
@@ -38,7 +43,7 @@ def _chat(*urls: str) -> bytes:
 async def pictures(port: int) -> None:
     """Send images that are refused for one reason each, and large ones that are not."""
     scan = b"\xff\xda\x00\x08" + bytes(6) + b"\xff\0"
-    jpeg = b"\xff\xd8\xff\xc2" + struct.pack(">HBHHB", 8, 8, 9, 9, 0)
+    jpeg = b"\xff\xd8\xff\xc2" + struct.pack(">HBHHB", 8, 8, 9, 9, 0) + scan
     requests = [
         _chat(data_url(png(2**31 - 1, 2**31 - 1))),
         _chat(data_url(png(60_000, 60_000, LONG))),

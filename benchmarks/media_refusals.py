@@ -3,7 +3,8 @@
     python -m benchmarks.media_refusals [--repeats 5]
 
 Prints a table: the refusal, and the milliseconds of CPU until the refusal, in the fastest of some runs. Chats are read
-and checked as in a router; for files the router's form reader and the worker's decoder run."""
+and checked as in a router, and their media decoded as in a worker; for files the router's form reader and the worker's
+decoder run."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ import base64
 import json
 import struct
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
+from io import BytesIO
 
-from benchmarks.media_attacks import LONG, data_url, png
+from PIL import Image
+
+from benchmarks.media_attacks import LONG, chunk, data_url, png
+from kvferry.engine.media.clips import clip
+from kvferry.engine.media.data_urls import data_of
+from kvferry.engine.media.pictures import picture
 from kvferry.engine.speech.audio import AudioFile
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.audio.form import read_form
@@ -29,6 +37,8 @@ GOAL_MS = 50.0
 """CPU time that a refusal should take at most, in milliseconds."""
 LONGEST_S = 4 * 3600.0
 """Maximum length of a file to transcribe, in seconds: a worker's default."""
+CLIP_S = 30.0
+"""Length of a sound that a model of chats hears, in seconds."""
 Case = tuple[str, Callable[[], Awaitable[object]]]
 
 
@@ -55,13 +65,32 @@ def chat(*parts: dict[str, object]) -> Callable[[], Awaitable[object]]:
     async def read() -> None:
         await measured_s(body)
         found = await parsed(ChatBody, body)
-        await MediaLoader().load(media_parts(found.messages))
+        for part in await MediaLoader().load(media_parts(found.messages)):
+            data = data_of(part.url, part.field)
+            picture(data, part.field) if part.modality == "image" else clip(data, part.field, CLIP_S)
 
     return read
 
 
 def image(data: bytes | str, mime: str = "image/png") -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": data if isinstance(data, str) else data_url(data, mime)}}
+
+
+def exif(entries: int) -> bytes:
+    """Return an EXIF header of entries that each claim 64 KiB."""
+    told = b"".join(struct.pack(">HHII", tag, 7, 2**16, 8) for tag in range(1, entries + 1))
+    return b"MM\0*\0\0\0\x08" + struct.pack(">H", entries) + told
+
+
+def frames(form: str, count: int, copies: int = 1) -> bytes:
+    """Return an animation; copies: how often a WebP's frames stand in the file."""
+    file, colours = BytesIO(), [Image.new("L", (16, 16), number * 97 % 256) for number in range(count)]
+    colours[0].save(file, form, save_all=True, append_images=colours[1:])
+    data = file.getvalue()
+    if copies > 1:
+        data += data[data.find(b"ANMF") :] * (copies - 1)
+        data = data[:4] + struct.pack("<I", len(data) - 8) + data[8:]
+    return data
 
 
 def sound(data: bytes, name: str = "wav") -> dict[str, object]:
@@ -87,8 +116,9 @@ def file(data: bytes, parts: int = 0) -> Callable[[], Awaitable[object]]:
 def cases() -> Iterator[Case]:
     """Yield all requests by name."""
     scan = b"\xff\xda\x00\x08" + bytes(6) + b"\xff\0"
-    jpeg = b"\xff\xd8\xff\xc2" + struct.pack(">HBHHB", 8, 8, 9, 9, 0)
+    jpeg = b"\xff\xd8\xff\xc2" + struct.pack(">HBHHB", 8, 8, 9, 9, 0) + scan
     long = data_url(png(8, 8, LONG))
+    text = b"key\0\0" + zlib.compress(bytes(2**20 - 1))
     yield "image: cut off", chat(image(png(8, 8)[:20]))
     yield "image: no pixels", chat(image(png(0, 9)))
     yield "image: 2^62 pixels", chat(image(png(2**31 - 1, 2**31 - 1)))
@@ -98,6 +128,15 @@ def cases() -> Iterator[Case]:
     yield "image: wrong MIME type, 11 MiB", chat(image(png(8, 8, LONG), "image/webp"))
     yield "image: 900,000 scans, 11 MiB", chat(image(jpeg + scan * (LONG // len(scan)), "image/jpeg"))
     yield "image: 200 scans behind 11 MiB", chat(image(jpeg + b"\xff\0" * (LONG // 2) + scan * 200, "image/jpeg"))
+    yield "image: 11 MiB of fill bytes", chat(image(jpeg + b"\xff" * LONG, "image/jpeg"))
+    yield "image: 900,000 chunks behind the pixels", chat(image(png(8, 8, behind=chunk(b"tEXt", b"") * (LONG // 12))))
+    yield "image: 900,000 chunks of pixels", chat(image(png(8, 8, behind=chunk(b"IDAT", b"") * (LONG // 12))))
+    yield "image: a private chunk of 11 MiB", chat(image(png(8, 8, behind=chunk(b"prIv", bytes(LONG)))))
+    yield "image: 4 GB of text in 4 MB", chat(image(png(8, 8, behind=chunk(b"zTXt", text) * 4000)))
+    yield "image: EXIF of 60,000 entries", chat(image(png(8, 8, behind=chunk(b"eXIf", exif(60_000)))))
+    yield "image: GIF of 10,000 frames", chat(image(frames("GIF", 10_000), "image/gif"))
+    yield "image: WebP of 500 frames", chat(image(frames("WEBP", 500), "image/webp"))
+    yield "image: WebP of 10,000 frames", chat(image(frames("WEBP", 500, copies=20), "image/webp"))
     yield "image: 11 MiB of base64, wrong at its end", chat(image(long[:-4] + "!==="))
     yield "image: 1,000 parts", chat(*[image(png(8, 8))] * 1000)
     yield "image: 1,000 parts, 12 MiB", chat(*[image(png(8, 8, 9000))] * 1000)

@@ -33,6 +33,7 @@ RATES = (
     ("kv-disk-blocks", "disk_blocks", int, "KV blocks in the disk tier of a node"),
     ("disk-read", "disk_block_s", float, "seconds in which a block is read from there"),
     ("encode-rate", "media_tokens_per_s", float, "tokens of images per second of an encode node"),
+    ("media-cache", "media_cache_tokens", int, "tokens of images whose encodings a node keeps"),
     ("overhead", "overhead_s", float, "seconds before a request's first token, other than queueing and computing"),
     (
         "beside",
@@ -93,6 +94,7 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--policy", multiple=True, help="repeatable; default: all")
 @click.option("--prefill", default=8, show_default=True, type=click.IntRange(0, 100_000), help="prefill nodes")
 @click.option("--decode", default=8, show_default=True, type=click.IntRange(1, 100_000), help="decode nodes")
+@click.option("--encode", default=0, show_default=True, type=click.IntRange(0, 100_000), help="encode nodes")
 @click.option(
     "--requests",
     default=3000,

@@ -33,6 +33,7 @@ def simulate_command(
     policy: Sequence[str],
     prefill: int,
     decode: int,
+    encode: int,
     requests: int,
     load: Sequence[float],
     seed: Sequence[int],
@@ -64,13 +65,15 @@ def simulate_command(
         name: str, factor: float, asks: Sequence[Scenario], losses: Sequence[Loss], models: tuple[str, ...]
     ) -> None:
         name = f"{name} at {factor:g}" if len(load) > 1 else name
-        shape = Shape(prefill, decode, machine, models, eviction)
+        shape = Shape(prefill, decode, machine, models, eviction, encode)
         for each in dict.fromkeys(policy or POLICIES):
             pace = SimulationProgress(f"{name}, {each}", len(asks), say)
             found = simulated(each, shape, asks, goal, losses, pace, targets=targets)
             results.setdefault(name, {}).setdefault(each, []).append(found)
             speed = found.virtual_s / max(found.real_s, 1e-9)
             say(f"{name}, {each}: {found.goodput:.2f} requests/s within the goal; {speed:.0f} times real time")
+            if found.media:
+                say(f"{name}, {each}: {found.media}")
 
     rounds = tuple(product(dict.fromkeys(load), dict.fromkeys(seed)))
     for factor in dict.fromkeys(load) if trace else ():

@@ -16,7 +16,7 @@ from kvferry.simulate.kvferry_policy import KvferryPolicy
 from kvferry.simulate.peer_policies import OTHERS
 from kvferry.simulate.policy import Policy
 from kvferry.simulate.progress import SimulationProgress
-from kvferry.simulate.results import Figures, Goal, figures
+from kvferry.simulate.results import Figures, Goal, figures, media_figures
 from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.workloads import WORKLOADS
@@ -51,6 +51,7 @@ CASES: Mapping[str, Case] = {
     "several-tools": Case("several-tools", 24),
     "bursts": Case("bursts", 32),
     "documents": Case("documents", 1.3),
+    "pictures": Case("pictures", 60),
     "batch-rows": Case("batch-rows", 34),
     "mixed-models": Case("mixed-models", 60),
     "node-loss": Case("chat", 120, LOSSES),
@@ -80,7 +81,8 @@ def simulated(
     with _quiet_routers():
         asyncio.run(world.play())
     found = figures(name, world.runs, list(world.fleet.nodes.values()), goal, world.clock.now)
-    return replace(found, real_s=time.perf_counter() - began)
+    media = media_figures(list(world.fleet.encoders.values()), world.clock.now)
+    return replace(found, real_s=time.perf_counter() - began, media=media)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from kvferry.cluster_state.registry import RENEWAL_S
 from kvferry.protocol.errors import ConfigError
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.cores import Cores
+from kvferry.simulate.encoders import EncodePool
 from kvferry.simulate.eviction import EVICTIONS
 from kvferry.simulate.machine import LARGE, Machine
 from kvferry.simulate.node import Node
@@ -27,13 +28,14 @@ FLUSH_S = 0.05
 class Shape:
     """Shape of a cluster: nodes of each role per model, and their machine.
 
-    prefill 0: decode nodes compute prompts. Raises ConfigError."""
+    prefill 0: decode nodes compute prompts. encode 0: the nodes of prompts encode their media. Raises ConfigError."""
 
     prefill: int
     decode: int
     machine: Machine = LARGE
     models: tuple[str, ...] = ("m",)
     eviction: str = EVICTIONS[0]
+    encode: int = 0
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:
@@ -56,6 +58,7 @@ class Fleet:
                     self.nodes[name] = Node(name, role, model, shape.machine, clock, shape.eviction)
             if shape.machine.beside < 1:
                 self._share(self.of("prefill", model), self.of("decode", model))
+        self.encoders = {each: EncodePool(each, shape.encode, shape.machine, clock) for each in shape.models}
         self._turn = 0
 
     def _share(self, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:

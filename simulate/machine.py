@@ -24,7 +24,8 @@ class Machine:
     max_num_seqs          concurrent streams
     host_blocks, disk_blocks    capacity of the host and disk tiers (`--kv-host-gib`, `--kv-disk-gib`)
     host_block_s, disk_block_s  seconds to read a block from there
-    media_tokens_per_s    tokens of images and audio that an encode node encodes
+    media_tokens_per_s    tokens of images and audio that a node encodes
+    media_row_bytes, media_cache_tokens   of an encoded token, and tokens whose rows a node keeps
     overhead_s            of a request before its first token, beside queues and computing: router, messages, network
     beside                share of its speed that a prefill node keeps while streams run on a decode node on the same
                           cores, as with `serve`; the streams have the rest; 1: cores of its own"""
@@ -47,6 +48,8 @@ class Machine:
     disk_blocks: int = 0
     disk_block_s: float = 0.003_5
     media_tokens_per_s: float = 8_000.0
+    media_row_bytes: int = 8_192
+    media_cache_tokens: int = 131_072
     overhead_s: float = 0.0
     beside: float = 1.0
 
@@ -66,6 +69,10 @@ class Machine:
         more = (end * end - start * start) / (2 * self.attention_len) if self.attention_len else 0.0
         return end - start + more
 
+    def encode_work(self, tokens: int) -> float:
+        """Return the work of encoding tokens of media, in tokens of a short prompt."""
+        return tokens * self.prefill_tokens_per_s / self.media_tokens_per_s
+
     def compute_s(self, start: int, end: int) -> float:
         """Return the seconds to compute a prompt's tokens from start to end."""
         return self.work(start, end) / self.prefill_tokens_per_s
@@ -79,6 +86,7 @@ LEAST = {
     "attention_len": 0, "stream_s": 0.0, "context_s": 0.0, "chunk_tokens": 1, "block_size": 1, "block_bytes": 1,
     "blocks": 1, "page_blocks": 0, "window_pages": 0,
     "max_num_seqs": 1, "host_blocks": 0, "disk_blocks": 0, "overhead_s": 0.0, "beside": 0.01,
+    "media_row_bytes": 1, "media_cache_tokens": 0,
 }  # fmt: skip
 """Lower bounds of fields that may be zero or are counts; 1e-9 for others."""
 
@@ -87,7 +95,7 @@ MOST = {
     "chunk_tokens": 1e6, "ship_bytes_per_s": 1e15, "block_size": 1e6, "block_bytes": 1e12, "blocks": 1e7,
     "page_blocks": 1e4, "window_pages": 1e6,
     "max_num_seqs": 1e6, "host_blocks": 1e8, "host_block_s": 3600.0, "disk_blocks": 1e9, "disk_block_s": 3600.0,
-    "media_tokens_per_s": 1e9, "overhead_s": 3600.0, "beside": 1.0,
+    "media_tokens_per_s": 1e9, "media_row_bytes": 1e6, "media_cache_tokens": 1e9, "overhead_s": 3600.0, "beside": 1.0,
 }  # fmt: skip
 """Upper bounds: beyond them the floating-point clock stops advancing, or a pool exceeds memory."""
 

@@ -55,7 +55,7 @@ class Memory(BlockPool):
                 chain[place] = self.register([(owner, REQUEST)], chain[place], block_hash, parent)
             parent = chain[place]
 
-    def release_chain(self, owner: Hashable) -> None:
+    def release_owner(self, owner: Hashable) -> None:
         """Release the owner's chain, if it has one."""
         if (chain := self._chains.pop(owner, None)) is not None:
             if (cache_use := self._uses.pop(owner, None)) is not None:
@@ -68,5 +68,5 @@ class Memory(BlockPool):
         if self.take(owner, hashes, len(hashes), keep=self.num_blocks // COPY_KEPT) is None:
             return False
         self.fill(owner, hashes)
-        self.release_chain(owner)
+        self.release_owner(owner)
         return True

@@ -87,7 +87,7 @@ class Node:
 
     def release(self, owner: Run) -> None:
         """Release the owner's blocks and grant, and seat requests that wait."""
-        self.memory.release_chain(owner)
+        self.memory.release_owner(owner)
         self.grants.held.pop(owner, None)
         self.dirty = True
         self._grant_waiting()
@@ -165,7 +165,7 @@ class Node:
             start = found * size
         run.begun_s = self.clock.now
         prompt.start, prompt.tokens = start, run.length - start
-        prompt.work = prompt.left = self.machine.work(start, run.length)
+        prompt.work = prompt.left = self.machine.work(start, run.length) + self.machine.encode_work(run.encode_tokens)
         if run.cached_len < 0:
             run.cached_len = start
         return True
@@ -228,7 +228,7 @@ class Node:
 
     def _computed(self, prompt: Prompt) -> None:
         self.computed += prompt.tokens
-        if not self.streams and prompt.tokens >= MIN_TOKENS and prompt.spent_s > 0:
+        if not (self.streams or prompt.run.encode_tokens) and prompt.tokens >= MIN_TOKENS and prompt.spent_s > 0:
             self._rate += WEIGHT * (prompt.tokens / prompt.spent_s - self._rate)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import median, quantiles
 
 from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.encoders import EncodePool
 from kvferry.simulate.node import Node, Run
 
 PERCENTILES = (50, 90, 99)
@@ -51,7 +52,8 @@ class Figures:
     imbalance       most seconds that a node spent on prompts, over the mean of the nodes that should
     failed          requests that fit on no node, and those rejected
     kept            share of the admitted requests that met the goal
-    virtual_s, real_s   duration on the virtual clock and of the simulation itself"""
+    virtual_s, real_s   duration on the virtual clock and of the simulation itself
+    media           of the trace's media; None: it has none"""
 
     policy: str
     requests: int
@@ -65,6 +67,30 @@ class Figures:
     virtual_s: float
     real_s: float = 0.0
     kept: float = 1.0
+    media: MediaFigures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFigures:
+    """Tokens of media beyond cached prefixes, those of them that were encoded, and how busy encode nodes were."""
+
+    tokens: int
+    encoded: int
+    busy: float
+
+    def __str__(self) -> str:
+        """Return them as a sentence."""
+        kept = 1 - self.encoded / max(1, self.tokens)
+        found = f"{self.tokens} tokens of media needed, {kept:.0%} from caches of encodings"
+        return f"{found}; encode nodes busy {self.busy:.0%}"
+
+
+def media_figures(pools: Sequence[EncodePool], seconds: float) -> MediaFigures | None:
+    """Return the results of all models' media; None if no prompt had any."""
+    nodes = [node for pool in pools for node in pool.nodes]
+    busy = sum(node.busy_s for node in nodes) / max(1e-9, len(nodes) * seconds)
+    tokens = sum(pool.tokens for pool in pools)
+    return MediaFigures(tokens, sum(pool.encoded for pool in pools), busy) if tokens else None
 
 
 def figures(policy: str, runs: Sequence[Run], nodes: Sequence[Node], goal: Goal, virtual_s: float) -> Figures:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvferry.engine.cache_use import CacheUse, Pause
 from kvferry.protocol.sessions import tool_group
 
 N = TypeVar("N")
 """Type of node."""
+
+
+class Medium(NamedTuple):
+    """A picture or clip of a prompt: the name of its content, and the tokens that stand for it."""
+
+    name: str
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,8 @@ class Scenario:
     after       number of an earlier request, for a client that waits for its answer; -1: none
     session     key that a client would send for session affinity
     tool        name of the tool that its output calls; empty: none
-    background  nobody waits for it, as for a batch's rows: it gives way to requests with targets"""
+    background  nobody waits for it, as for a batch's rows: it gives way to requests with targets
+    media       pictures and clips of its prompt"""
 
     number: int
     at: float
@@ -34,6 +43,7 @@ class Scenario:
     model: str = "m"
     tool: str = ""
     background: bool = False
+    media: tuple[Medium, ...] = ()
 
     @property
     def cache_use(self) -> CacheUse:
@@ -48,7 +58,8 @@ class RunOf(Generic[N]):
     delivered: output tokens delivered. attempt: number of attempts that ended early, because a node was lost or a
     request with targets took its place. cached_len: tokens reused where the prompt was computed, in the first attempt.
     first_s, last_s: times of the first and last token. begun_s: time at which the prompt started. here: leading blocks
-    that the decode node held when it granted. failed: it fits on no node, or was rejected."""
+    that the decode node held when it granted. encode_tokens: of media that the prompt's node encodes itself. failed: it
+    fits on no node, or was rejected."""
 
     ask: Scenario
     arrived: float
@@ -61,6 +72,7 @@ class RunOf(Generic[N]):
     last_s: float = -1.0
     begun_s: float = -1.0
     here: int = 0
+    encode_tokens: int = 0
     failed: bool = False
     rejected: bool = False
 

@@ -141,7 +141,7 @@ class Tiers:
                 del self.reading[run]
                 memory.fill(owner, hashes[:upto])
                 if not has_blocks:
-                    memory.release_chain(owner)
+                    memory.release_owner(owner)
                 self.write(hashes[:upto])
                 self.bring(run, memory, has_blocks, done)
 
@@ -150,7 +150,7 @@ class Tiers:
     def drop(self, run: Run, memory: Memory) -> None:
         """Cancel a run's read."""
         if self.reading.pop(run, None) is not None:
-            memory.release_chain(("read", run))
+            memory.release_owner(("read", run))
 
     def die(self) -> None:
         """Lose the host tier; the disk tier stays for the next process."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.scenario import Medium, Scenario
 
 Piece = tuple[str, int]
 """Piece of text: an identifier of its content, and its length in tokens."""
@@ -72,23 +73,30 @@ class Writer:
 
     def request(
         self, at: float, prompt: Sequence[Piece], output: int, *, after: int = -1, session: str = "",
-        tool: str = "",
+        tool: str = "", media: Collection[str] = (),
     ) -> Piece:  # fmt: skip
-        """Add a request and return its output as a piece."""
+        """Add a request and return its output as a piece. media: names of the pieces that are pictures or clips."""
         number = len(self.trace)
         said = (f"out{number}", output)
         hashes = hashes_of([*prompt, said], self.asked.block_size)
         length = sum(tokens for _, tokens in prompt)
         name = session or f"s{number}"
-        self.trace.append(Scenario(number, at, length, output, hashes, after, name, tool=tool))
+        starts = accumulate((tokens for _, tokens in prompt), initial=0)
+        shown = tuple(
+            Medium(piece, at, tokens) for (piece, tokens), at in zip(prompt, starts, strict=False) if piece in media
+        )
+        self.trace.append(Scenario(number, at, length, output, hashes, after, name, tool=tool, media=shown))
         return said
 
-    def conversation(self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float) -> None:
+    def conversation(
+        self, at: float, context: list[Piece], turns: int, said: int, output: int, pause_s: float,
+        media: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """Add a conversation whose client waits for each answer, then for `pause_s` on average."""
         session, after = f"s{len(self.trace)}", -1
         for turn in range(turns):
             context.append((f"{session}t{turn}", self.length(said)))
             number = len(self.trace)
-            answer = self.request(at, context, self.length(output, least=4), after=after, session=session)
+            answer = self.request(at, context, self.length(output, least=4), after=after, session=session, media=media)
             context.append(answer)
             at, after = self.rng.expovariate(1 / pause_s), number

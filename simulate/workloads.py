@@ -9,6 +9,9 @@ from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.tool_agents import several_tools, tool_agents
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
+PICTURE_TOKENS = (256, 640, 1280)
+"""Tokens that stand for a picture."""
+
 
 def low_sharing(asked: TraceParams) -> list[Scenario]:
     """Return a trace of prompts that share no prefix."""
@@ -92,6 +95,24 @@ def documents(asked: TraceParams) -> list[Scenario]:
     return sorted(writer.trace, key=lambda ask: ask.at)
 
 
+def pictures(asked: TraceParams) -> list[Scenario]:
+    """Return a trace of chats about pictures: half of them are new, the others of different popularity."""
+    writer, turns = Writer(asked, "pictures"), 2
+    names = range(300)
+    weights = [1 / (1 + name) for name in names]
+    for at in writer.times(asked.rate / turns):
+        if writer.full:
+            break
+        (known,) = writer.rng.choices(names, weights)
+        name = f"picture{known if writer.rng.random() < 0.5 else f'-{len(writer.trace)}'}"
+        context = [
+            (f"u{len(writer.trace)}", writer.length(100)),
+            (name, PICTURE_TOKENS[len(name) % len(PICTURE_TOKENS)]),
+        ]
+        writer.conversation(at, context, writer.rng.randint(1, 2 * turns - 1), 60, 120, 10.0, media=(name,))
+    return writer.trace
+
+
 def batch_rows(asked: TraceParams) -> list[Scenario]:
     """Return a trace of prompts that share no prefix; half of them are a batch's rows, for which nobody waits."""
     return [replace(ask, background=ask.number % 2 > 0) for ask in low_sharing(asked)]
@@ -116,6 +137,7 @@ WORKLOADS: Mapping[str, Callable[[TraceParams], list[Scenario]]] = {
     "several-tools": several_tools,
     "bursts": bursts,
     "documents": documents,
+    "pictures": pictures,
     "batch-rows": batch_rows,
     "mixed-models": mixed_models,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.placement.costs import HANDOFF_S
 from kvferry.placement.pairs import CHUNK_TOKENS
@@ -168,10 +169,11 @@ class World:
             if run.attempt == attempt:
                 decode.grant(run, granted)
 
+        begun = partial(self.fleet.encoders[run.ask.model].encode, run, prefill or decode, asked)
         if overhead_s := decode.machine.overhead_s:
-            self.clock.soon(overhead_s, asked)
+            self.clock.soon(overhead_s, begun)
         else:
-            asked()
+            begun()
 
     def _token(self, run: Run) -> None:
         run.delivered += 1

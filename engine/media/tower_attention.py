@@ -10,11 +10,10 @@ import torch
 
 from kvferry.engine.models.hf import transformers_module
 from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.cpu.full_attention import fits, full_attention
 
 _NAME, _OPS = "kvferry_tower", "kvferry_tower_ops"
 """Name of the function, and of the attribute of a tower's modules with the operations that it calls."""
-_UNIT, _MAX_HEAD_DIM = 32, 256
-"""Head dims that the kernel takes are multiples of the first, up to the second."""
 
 
 def set_attention(module: Any, ops: CpuOps) -> None:
@@ -34,7 +33,7 @@ def set_attention(module: Any, ops: CpuOps) -> None:
         if attention_mask is not None or not _takes(part, query, value, how):
             return in_pytorch(part, query, key, value, attention_mask, **how)
         scale = how.get("scaling")
-        return _attention(getattr(part, _OPS), query, key, value, scale or query.shape[-1] ** -0.5), None
+        return full_attention(getattr(part, _OPS), query, key, value, scale or query.shape[-1] ** -0.5), None
 
     functions.register(_NAME, attend)
     masks.register(_NAME, masks()["sdpa"])
@@ -46,25 +45,8 @@ def set_attention(module: Any, ops: CpuOps) -> None:
 def _takes(part: Any, query: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> bool:
     """Return whether the kernel computes this attention, which has no mask."""
     causal = how.get("is_causal")
-    dim = query.shape[-1]
     return (
-        query.dtype == torch.bfloat16
+        fits(query, value)
         and not (getattr(part, "is_causal", True) if causal is None else causal)
         and not any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
-        and query.shape[2] == value.shape[2]
-        and dim % _UNIT == 0
-        and dim == value.shape[-1]
-        and dim <= _MAX_HEAD_DIM
     )
-
-
-def _attention(ops: CpuOps, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return [n, T, heads, dim] of query, key and value [n, heads, T, dim]; each of the n is one block of a cache."""
-    count, heads, tokens, dim = query.shape
-    cache = torch.stack((key, value), 1)
-    out = torch.empty(count, tokens, heads, dim, dtype=query.dtype)
-    last = torch.full((tokens,), tokens - 1, dtype=torch.int32)
-    for place in range(count):
-        block, own = torch.tensor([place], dtype=torch.int32), query[place].transpose(0, 1).contiguous()
-        ops.kernels.prefill(own, cache, block, tokens, scale, 0, 0.0, None, last, out[place])
-    return out

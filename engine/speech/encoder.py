@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.engine.speech.modules import EPS, EncoderLayer, ModuleReader
+from kvferry.kernels.cpu import CpuOps
+from kvferry.kernels.cpu.full_attention import fits, full_attention
 from kvferry.kernels.ops import Ops
 from kvferry.model_files.speech_config import SpeechConfig
 
@@ -47,8 +49,14 @@ class Encoder:
         own, (length, width) = layer.attention, x.shape
         qkv = own.qkv(self._ops.layer_norm(x, own.norm, EPS))
         q, k, v = qkv.view(length, 3, self._heads, -1).permute(1, 2, 0, 3)[:, None]
-        mixed = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).reshape(length, width)
+        mixed = self._attention(q, k, v).reshape(length, width)
         return layer.mlp.add_to(x + own.out(mixed), self._ops)
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return [1, T, heads, dim] of queries, keys and values [1, heads, T, dim]."""
+        if isinstance(self._ops, CpuOps) and fits(q, v):
+            return full_attention(self._ops, q, k, v, q.shape[-1] ** -0.5)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def _convolution(reader: ModuleReader, name: str, inputs: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

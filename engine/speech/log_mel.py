@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 RATE = 16_000
 """Samples per second."""
 HOP, FFT = 160, 400
 """Samples between frames, and samples in a transformed window."""
+EDGE = FFT // 2
+"""Samples on each side of a window that its first and last frames reach beyond it."""
+_NOTHING = torch.empty(0)
 _RANGE = 8.0
 """Powers of ten below the peak at which a spectrogram is cut off."""
 _LINEAR_HZ, _MEL_STEP = 1000.0, 200.0 / 3.0
@@ -24,17 +28,31 @@ class LogMel:
         self._window = torch.hann_window(FFT, device=device)
         self._device = device
 
-    def powers(self, samples: torch.Tensor) -> torch.Tensor:
-        """Return log10 of the mel powers, float32 [mels, samples / HOP], of float32 samples in -1 … 1."""
-        spectrum = torch.stft(samples.to(self._device), FFT, HOP, window=self._window, return_complex=True)
+    def powers(
+        self, samples: torch.Tensor, before: torch.Tensor = _NOTHING, after: torch.Tensor = _NOTHING
+    ) -> torch.Tensor:
+        """Return log10 of the mel powers, float32 [mels, samples / HOP], of float32 samples in -1 … 1.
+
+        before, after: up to EDGE samples on both sides; what is missing is mirrored."""
+        wide, end = F.pad(samples[None], (EDGE, EDGE), mode="reflect")[0], EDGE + len(samples)
+        wide[EDGE - len(before) : EDGE], wide[end : end + len(after)] = before, after
+        spectrum = torch.stft(wide.to(self._device), FFT, HOP, window=self._window, center=False, return_complex=True)
         magnitudes = (spectrum[..., :-1].abs() ** 2).contiguous()
         return (self._filters @ magnitudes).clamp_(min=1e-10).log10()
 
-    def __call__(self, samples: torch.Tensor, peak: float = -math.inf) -> tuple[torch.Tensor, float]:
+    def __call__(
+        self,
+        samples: torch.Tensor,
+        peak: float = -math.inf,
+        before: torch.Tensor = _NOTHING,
+        after: torch.Tensor = _NOTHING,
+    ) -> tuple[torch.Tensor, float]:
         """Return the model's input and its peak. peak: log10 of the largest power before these samples.
 
+        before, after: see `powers`; with them a window has the spectrogram that it has within its file.
+
         The reference takes the peak of the whole file, which is unknown while the file is being decoded."""
-        powers = self.powers(samples)
+        powers = self.powers(samples, before, after)
         peak = max(peak, float(powers.max()))
         return (powers.clamp_(min=peak - _RANGE) + 4.0) / 4.0, peak
 

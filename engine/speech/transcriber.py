@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from kvferry.engine.speech.log_mel import HOP, LogMel
+from kvferry.engine.speech.log_mel import EDGE, HOP, LogMel
 from kvferry.engine.speech.loop import SpeechLoop
 from kvferry.engine.speech.options import SpeechOptions
 from kvferry.engine.speech.segments import FRAMES_PER_STEP, Cut, Segment, Word, cut
@@ -56,23 +56,32 @@ class Transcriber:
     async def segments(self) -> AsyncIterator[Segment]:
         """Yield segments as their windows are decoded. Raises InvalidRequest for audio that cannot be decoded."""
         seek, count, least = 0, self._model.config.frames * HOP, HOP
-        while len(samples := await self._track.read(seek * HOP, count)) >= least:
+        while True:
+            before = min(EDGE, seek * HOP)
+            audio = await self._track.read(seek * HOP - before, before + count + EDGE)
+            samples = audio[before : before + count]
+            if len(samples) < least:
+                return
             least = LEAST_REST * HOP
             if quiet := leading_silence(samples, last=len(samples) < count):
                 seek, self.skipped = seek + quiet, self.skipped + quiet
                 continue
             frames = len(samples) // HOP
-            found, ahead = await self._window(samples, frames, seek)
+            found, ahead = await self._window(samples, frames, seek, (audio[:before], audio[before + count :]))
             for segment in found:
                 yield segment
             seek += ahead
 
-    async def _window(self, samples: torch.Tensor, frames: int, seek: int) -> tuple[list[Segment], int]:
-        """Return the segments of a window, and the frames after which the next one begins."""
+    async def _window(
+        self, samples: torch.Tensor, frames: int, seek: int, around: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[list[Segment], int]:
+        """Return the segments of a window, and the frames after which the next one begins.
+
+        around: samples on both sides of it."""
         model = self._model
         padded = torch.zeros(model.config.frames * HOP)
         padded[: len(samples)] = samples
-        mel, self._peak = await asyncio.to_thread(model.log_mel, padded, self._peak)
+        mel, self._peak = await asyncio.to_thread(model.log_mel, padded, self._peak, *around)
         window, self.windows = Window(mel), self.windows + 1
         try:
             await asyncio.wrap_future(model.loop.encode(window))

@@ -138,11 +138,11 @@ class _Books:
     async def _take_pixels(self, part: MediaPart, data: bytes, mime: str) -> None:
         try:
             width, height = image_size(data, mime)
+            _check_size(part, width, height)
             if mime == "image/jpeg":
-                await check_scans(data)
+                await check_scans(data, width * height)
         except UnreadableImage as error:
             raise refused(part.field, str(error)) from error
-        _check_size(part, width, height)
         self._pixels += width * height
         if self._pixels > MAX_TOTAL_PIXELS:
             raise refused(part.field, f"brings the request's images above {MAX_TOTAL_PIXELS} pixels")

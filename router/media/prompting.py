@@ -25,7 +25,9 @@ _COMPRESSED = tuple(f"data:{mime};" for mime in COMPRESSED)
 
 
 class MediaBudget:
-    """Bytes of media that requests hold, as sent and as prepared: of all tenants, and of one at most half as much."""
+    """Bytes of media that requests hold, as sent and as prepared: of all tenants, and of one at most half as much.
+
+    An eighth is left to tenants that hold less than a sixteenth, so that no two can push out all others."""
 
     def __init__(self, limit: int = MAX_HELD_BYTES) -> None:
         self._limit, self._held = limit, Counter[str]()
@@ -37,7 +39,9 @@ class MediaBudget:
 
     def check(self, tenant: str, more: int = 1) -> None:
         """Raise Overloaded if there is no room for `more` bytes."""
-        if self.held + more > self._limit or (tenant and self._held[tenant] + more > self._limit // 2):
+        own, limit = self._held[tenant] + more, self._limit
+        room = limit if not tenant or own <= limit // 16 else limit - limit // 8
+        if self.held + more > room or (tenant and own > limit // 2):
             raise Overloaded(
                 "the media of waiting and running requests fill their share of this router's memory", retry_after=1.0
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
+import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from kvferry.protocol import media
 from kvferry.protocol.errors import ConfigError, InvalidRequest
 from tests.engine import tiny_vision as tiny
 from tests.engine.tiny_vision import part, tokenizer, url
+from tests.router.media.pictures import chunk, png
 
 CPU = torch.device("cpu")
 SMALL = tiny.picture(20, 20, 3)
@@ -179,6 +182,18 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(encoder: MediaEncoder) -> N
     Image.new("1", (8192, media.MAX_PIXELS // 8192 + 1)).save(file, "PNG")
     with pytest.raises(InvalidRequest, match="more than 33554432 pixels"):
         picture(file.getvalue(), "x")
+
+
+@pytest.mark.parametrize(("text", "words"), [("zTXt", "text chunks"), ("eXIf", "EXIF header is longer than 65536")])
+def test_what_is_not_pixels_is_bounded(recwarn: pytest.WarningsRecorder, text: str, words: str) -> None:
+    if text == "zTXt":
+        extra = chunk(b"zTXt", b"key\0\0" + zlib.compress(bytes(2**20 - 1))) * 5
+    else:
+        entries = b"".join(struct.pack(">HHII", tag, 7, 2**16, 8) for tag in range(1, 6000))
+        extra = chunk(b"eXIf", b"MM\0*\0\0\0\x08" + struct.pack(">H", 5999) + entries)
+    with pytest.raises(InvalidRequest, match=words):
+        picture(png(9, 9)[:33] + extra + png(9, 9)[33:], "x")
+    assert not recwarn.list
 
 
 def test_other_media(encoder: MediaEncoder) -> None:

@@ -13,6 +13,7 @@ from kvferry.engine.media import tower_attention
 from kvferry.engine.media.packed_tower import ActivationModule, PatchModule, pack_tower
 from kvferry.engine.models.hf_dense import DenseModule
 from kvferry.kernels.cpu import CpuOps, instruction_set
+from kvferry.kernels.cpu.full_attention import full_attention
 from tests.engine.tiny_models import transformers
 
 pytestmark = [
@@ -74,13 +75,12 @@ def test_the_kernels_attend_within_a_tower(hidden: int, native: bool, monkeypatc
     pixels = torch.randn(2, 3, 35, 35)
     wanted = tower(pixels).last_hidden_state
     calls = []
-    attend = tower_attention._attention
 
     def attended(ops: CpuOps, *given: Any) -> torch.Tensor:
         calls.append(given)
-        return attend(ops, *given)
+        return full_attention(ops, *given)
 
-    monkeypatch.setattr(tower_attention, "_attention", attended)
+    monkeypatch.setattr(tower_attention, "full_attention", attended)
     packed = copy.deepcopy(tower).bfloat16()
     pack_tower(packed)
     assert sum(type(part) is ActivationModule for part in packed.modules()) >= 2

@@ -22,7 +22,7 @@ from kvferry.simulate.machine import Machine
 from kvferry.simulate.plan import BUSY, Need, checks, encoding, guess
 from kvferry.simulate.plots import goodputs
 from kvferry.simulate.progress import SimulationProgress
-from kvferry.simulate.results import Figures, Goal, medians
+from kvferry.simulate.results import Figures, Goal, MediaFigures, medians
 from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.world import World
@@ -49,6 +49,21 @@ def test_a_large_fleet_goes_faster_than_its_clock() -> None:
     found = simulated("kvferry", Shape(200, 200, Machine(), models), trace, Goal())
     assert found.requests >= 400
     assert found.failed == 0
+
+
+def test_encode_nodes_take_pictures_from_the_nodes_of_prompts() -> None:
+    trace, _, models = case("pictures", TraceParams(400, 0.75, 1))
+    shapes = [Shape(8, 8, Machine(), models, encode=encode) for encode in (0, 1, 6)]
+    found = [simulated("kvferry", shape, trace, Goal()) for shape in shapes]
+    none, one, many = (each.media or MediaFigures(0, 0, 0.0) for each in found)
+    assert none.busy == 0 < many.busy < one.busy
+    assert found[2].ttft_s[-1] < found[0].ttft_s[-1], "prompts no longer wait for the pictures of others"
+    assert 0 < many.encoded < many.tokens, "pictures come again"
+    crowded = Shape(8, 8, replace(Machine(), media_cache_tokens=1280), models, encode=6)
+    forgetful = simulated("kvferry", crowded, trace, Goal()).media or many
+    assert forgetful.encoded > many.encoded
+    text, _, models = case("low-sharing", TraceParams(50, 0.5, 1))
+    assert simulated("kvferry", Shape(1, 1, Machine(), models, encode=1), text, Goal()).media is None
 
 
 def test_what_fits_nowhere_is_refused_before() -> None:

@@ -136,10 +136,10 @@ def test_a_parent_cheaper_than_its_children_stays_until_they_left() -> None:
     chain = [bytes([number]) * 16 for number in range(4)]
     pool.take("a", chain, 4)
     pool.fill("a", chain)
-    pool.release_chain("a")
+    pool.release_owner("a")
     for left in (3, 2, 1):
         pool.take("b", (), 4 - left)
-        pool.release_chain("b")
+        pool.release_owner("b")
         assert pool.found(chain) == left
     pool.check_integrity()
 

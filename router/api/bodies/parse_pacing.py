@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from kvferry.protocol.errors import Overloaded
 
@@ -20,6 +21,8 @@ COUNTED = 2**16
 """Bytes of a body that are counted before the event loop runs other work."""
 _MARKS = b",{["
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
+Waiting = tuple[float, asyncio.Future[None]]
+"""Cost of a body, and what it waits for."""
 
 
 def cost_s(size: int, values: int, objects: int) -> float:
@@ -49,22 +52,61 @@ async def counted(data: bytes) -> tuple[int, int, int]:
 
 
 class ParsePacing:
-    """Pacing of large bodies on one event loop, in order of arrival."""
+    """Pacing of large bodies on one event loop; sources take turns, each with its bodies in order of arrival."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: dict[str, deque[Waiting]] = {}
+        """Bodies by source, the next source first."""
 
-    async def turn(self, cost: float) -> None:
-        """Wait until a body of this cost (seconds) may be parsed; raise Overloaded if the wait is too long."""
+    async def turn(self, cost: float, source: str = "") -> None:
+        """Wait until a body of this cost (seconds) may be parsed.
+
+        Raises Overloaded if it would wait too long even for those of its source alone."""
         if cost < LONG_S:
             return
-        now = asyncio.get_running_loop().time()
-        begins = max(self._free_at, now - CREDIT_S / SHARE)
-        wait = begins - now
+        loop = asyncio.get_running_loop()
+        own = self._waiting.get(source, ())
+        wait = max(0.0, self._free_at - loop.time()) + sum(each for each, _ in own) / SHARE
         if wait > PATIENCE_S:
             raise Overloaded(
                 "too many large request bodies are waiting to be parsed", retry_after=wait - PATIENCE_S + 1
             )
-        self._free_at = begins + cost / SHARE
-        if wait > 0:
-            await asyncio.sleep(wait)
+        if not self._waiting and self._free_at <= loop.time():
+            return self._take(cost)
+        body = (cost, loop.create_future())
+        self._waiting.setdefault(source, deque()).append(body)
+        self._timer = self._timer or loop.call_at(self._free_at, self._next)
+        try:
+            await body[1]
+        except asyncio.CancelledError:
+            self._leave(source, body)
+            raise
+
+    def _leave(self, source: str, body: Waiting) -> None:
+        """Forget a body whose client left."""
+        queue = self._waiting.get(source, deque())
+        if body in queue:
+            queue.remove(body)
+            if not queue:
+                del self._waiting[source]
+
+    def _next(self) -> None:
+        """Let the first body of the next source be parsed."""
+        self._timer = None
+        if not self._waiting:
+            return
+        source = next(iter(self._waiting))
+        queue = self._waiting.pop(source)
+        cost, turn = queue.popleft()
+        if queue:
+            self._waiting[source] = queue  # behind the others
+        self._take(cost)
+        turn.set_result(None)
+        if self._waiting:
+            self._timer = asyncio.get_running_loop().call_at(self._free_at, self._next)
+
+    def _take(self, cost: float) -> None:
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now - CREDIT_S / SHARE) + cost / SHARE

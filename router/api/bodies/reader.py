@@ -31,6 +31,8 @@ MAX_OBJECTS = 2**15
 """Largest number of lists and objects among the values, most of which are validated one by one."""
 AT_ONCE, PER_SOURCE = 8, 4
 """Bounds of all arriving bodies, and of one tenant's (or one address's), as multiples of the longest body."""
+RESERVED, LITTLE = 1, 1 / 16
+"""Room beyond AT_ONCE for sources that hold little, and how much that is, as multiples of the longest body."""
 
 READ_AT = "kvferry.read_at"
 """Key in the ASGI scope for the time when the body was read and admitted, in seconds of the monotonic clock."""
@@ -90,12 +92,13 @@ class BodyReader:
                 self._all += len(part)
                 if size > self._longest:
                     raise self._too_large()
-                if self._held[source] > PER_SOURCE * self._longest or self._all > AT_ONCE * self._longest:
+                own, room = self._held[source] / self._longest, AT_ONCE - self._all / self._longest
+                if own > PER_SOURCE or room < (-RESERVED if own <= LITTLE else 0):
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 arrived.write(part)
             data = arrived.getvalue()  # without a copy
             if size >= LONG_BYTES:
-                await self._pace.turn(await measured_s(data))
+                await self._pace.turn(await measured_s(data), source)
             scope[READ_AT] = time.monotonic()
             return data
         finally:

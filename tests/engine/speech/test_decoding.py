@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.engine.speech import encoder
 from kvferry.engine.speech.decoder import Row
 from kvferry.engine.speech.window import Attempt, Decoded, Reading, Window
+from kvferry.kernels.cpu import instruction_set
+from kvferry.kernels.cpu.full_attention import full_attention
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.speech_worker.assembly import SpeechParts, assemble_speech
 from tests.engine.speech.conftest import noise
+from tests.engine.speech.tiny_whisper import make_tiny_whisper
 from tests.engine.speech.transformers_rules import processed
 
 
@@ -52,6 +56,26 @@ def test_the_encoder_is_that_of_transformers(parts: SpeechParts, reference: Any)
     assert waits == [None] * 3, "decode steps run between its layers"
     expected = reference.model.encoder(mel[None]).last_hidden_state[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(instruction_set() is None, reason="the package was installed without a C++ compiler")
+@torch.inference_mode()
+def test_the_encoder_attends_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, with heads of 32: as near to float32 as PyTorch's attention is."""
+    path, calls = make_tiny_whisper(tmp_path / "tiny", encoder_heads=2), list[int]()
+    monkeypatch.setattr(encoder, "full_attention", lambda *given: calls.append(1) or full_attention(*given))
+    steps = {}
+    for dtype in ("float32", "bfloat16"):
+        made = assemble_speech(WorkerSettings(model=str(path), dtype=dtype, device="cpu"))
+        steps[dtype] = made.model.loop.encoder.steps
+    mel = mel_of(made, 1)
+    wanted = list(steps["float32"](mel))[-1]
+    assert not calls, "float32 has PyTorch's attention"
+    found = list(steps["bfloat16"](mel))[-1].float()
+    assert len(calls) == made.model.config.encoder_layers
+    monkeypatch.setattr(encoder, "fits", lambda *_: False)
+    plain = list(steps["bfloat16"](mel))[-1].float()
+    assert (found - wanted).norm() < 1.5 * (plain - wanted).norm() + 1e-6
 
 
 @pytest.mark.parametrize("language", ["en", "de"])

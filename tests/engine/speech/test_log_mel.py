@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvferry.engine.speech.log_mel import LogMel
+from kvferry.engine.speech.log_mel import EDGE, LogMel
 from tests.engine.speech.conftest import noise
 
 
@@ -19,6 +19,15 @@ def test_a_spectrogram_is_that_of_transformers(mels: int) -> None:
     found, peak = LogMel(mels, torch.device("cpu"))(samples)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
     assert peak == pytest.approx(float(found.max()) * 4 - 4, abs=1e-4)
+
+
+def test_a_window_has_the_spectrogram_that_it_has_within_its_file() -> None:
+    log_mel, samples = LogMel(80, torch.device("cpu")), noise(3.0)
+    whole, peak = log_mel(samples)
+    window = samples[16_000:32_000]
+    found, _ = log_mel(window, peak, samples[16_000 - EDGE : 16_000], samples[32_000 : 32_000 + EDGE])
+    torch.testing.assert_close(found, whole[:, 100:200], atol=1e-5, rtol=0)
+    assert float((log_mel(window, peak)[0] - whole[:, 100:200]).abs().max()) > 0.1
 
 
 def test_the_loudest_sound_so_far_bounds_the_range() -> None:

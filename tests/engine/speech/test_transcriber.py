@@ -122,6 +122,24 @@ def test_the_next_window_begins_where_a_text_ends(parts: SpeechParts, threads: T
     assert loop.open == 0
 
 
+def test_windows_are_heard_as_parts_of_their_file(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:
+    samples, heard = noise(1.9), list[torch.Tensor]()
+    samples[10] = 0.99  # the file's peak, which only its begin shows
+    whole, _ = parts.model.log_mel((samples.clamp(-1, 1) * 32_767).short() / 32_768)
+
+    def log_mel(*given: Any) -> Any:
+        heard.append(parts.model.log_mel(*given)[0])
+        return parts.model.log_mel(*given)
+
+    model = replace(parts, model=replace(parts.model, log_mel=log_mel))  # type: ignore[arg-type]
+    texts = [said(parts, " one", 0, 0.6), said(parts, " two", 0.1, 0.8), said(parts, " x", 0, 0.5)]
+    transcribed(model, threads, samples, Scripted(texts))
+    assert len(heard) == 3
+    for seek, mel in zip((0, 60, 140), heard, strict=True):
+        count = min(100, 188 - seek)  # the last frames reach beyond the file
+        torch.testing.assert_close(mel[:, :count], whole[:, seek : seek + count], atol=1e-4, rtol=0)
+
+
 def test_a_text_that_looks_wrong_is_drawn_again(parts: SpeechParts, threads: ThreadPoolExecutor) -> None:
     loop = Scripted([said(parts, " la la la la la la la la la la la la la la la la", 0, 1, -0.1),
                      said(parts, " unsure", 0, 1, -1.5), said(parts, " good", 0, 1)])  # fmt: skip

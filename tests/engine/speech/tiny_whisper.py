@@ -13,7 +13,7 @@ POSITIONS, CONTEXT = 50, 64
 """Outputs of the encoder for a window, which is a second long, and longest sequence of the decoder."""
 
 
-def make_tiny_whisper(out: Path, seed: int = 0, scale: float = 0.3) -> Path:
+def make_tiny_whisper(out: Path, seed: int = 0, scale: float = 0.3, encoder_heads: int = 4) -> Path:
     """Write the checkpoint and return its folder. scale: standard deviation of the weights.
 
     Embeddings are small: as the vocabulary projection, too, they would make each token follow itself."""
@@ -22,7 +22,7 @@ def make_tiny_whisper(out: Path, seed: int = 0, scale: float = 0.3) -> Path:
     torch.manual_seed(seed)
     config = WhisperConfig(
         vocab_size=len(ids), num_mel_bins=80, d_model=64, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96,
+        encoder_attention_heads=encoder_heads, decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96,
         max_source_positions=POSITIONS, max_target_positions=CONTEXT, init_std=scale,
         decoder_start_token_id=ids["<|startoftranscript|>"], bos_token_id=ids["<|endoftext|>"],
         eos_token_id=ids["<|endoftext|>"], pad_token_id=ids["<|endoftext|>"], suppress_tokens=None,

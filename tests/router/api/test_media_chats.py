@@ -223,12 +223,17 @@ def budget_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> MediaBudget:
     return budget
 
 
-def test_one_tenant_fills_at_most_half_of_the_budget():
+def test_one_tenant_fills_at_most_half_of_the_budget_and_no_two_fill_all():
     budget, held = MediaBudget(100), [prompt().media for _ in range(3)]
     budget.hold("one", held[0], 40)
     with pytest.raises(Exception, match="fill their share"):
         budget.hold("one", held[1], 20)
     budget.hold("two", held[2], 40)
+    with pytest.raises(Exception, match="fill their share"):
+        budget.check("two", 9)
+    with pytest.raises(Exception, match="fill their share"):
+        budget.check("three", 9)
+    budget.check("three", 6)
     with pytest.raises(Exception, match="fill their share"):
         budget.check("", 21)
     assert budget.held == 80

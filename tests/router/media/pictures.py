@@ -32,10 +32,10 @@ def jpeg(*sizes: tuple[int, int], before: bytes = b"") -> bytes:
     return b"\xff\xd8" + before + segment(0xE0, b"JFIF\0") + frames + segment(0xDA, b"\0") + b"\0" * 8
 
 
-def progressive(scans: int, between: bytes = b"") -> bytes:
-    """A JPEG of one pixel with so many scans, in each of them a stuffed byte and a restart."""
+def progressive(scans: int, between: bytes = b"", side: int = 1) -> bytes:
+    """A JPEG with so many scans, in each of them a stuffed byte and a restart."""
     scan = segment(0xDA, b"\0" * 6) + b"\xff\0\xff\xd0\0" + between
-    return b"\xff\xd8" + segment(0xC2, struct.pack(">BHHB", 8, 1, 1, 0)) + scan * scans + b"\xff\xd9"
+    return b"\xff\xd8" + segment(0xC2, struct.pack(">BHHB", 8, side, side, 0)) + scan * scans + b"\xff\xd9"
 
 
 def gif(screen: tuple[int, int], frame: tuple[int, int, int, int]) -> bytes:

@@ -54,6 +54,14 @@ async def refused(messages: list[dict[str, Any]]) -> tuple[str, float]:
         (made.data_url(made.gif((9, 9), (60_000, 0, 60_000, 9)), "image/gif"), "32768 on a side"),
         (made.data_url(made.riff(b"WEBP", *[made.webp_frame(9, 9)] * 5000), "image/webp"), "4096 parts"),
         (made.data_url(made.progressive(MAX_SCANS + 1), "image/jpeg"), f"more than {MAX_SCANS} scans"),
+        (made.data_url(made.progressive(17, side=5792), "image/jpeg"), "more than 16 scans"),
+        (
+            made.data_url(made.progressive(MAX_SCANS + 1, b"\xff\0" * 2**15), "image/jpeg"),
+            f"more than {MAX_SCANS} scans",
+        ),
+        (made.data_url(made.progressive(1, b"\xff" * 2**22), "image/jpeg"), "4096 parts"),
+        (made.data_url(made.png()[:-12] + made.chunk(b"tEXt", b"") * 2**16, made.PNG), "4096 parts"),
+        (made.data_url(made.png_header(9, 9) + made.chunk(b"IDAT", b"") * 2**16, made.PNG), "4096 parts"),
         (made.data_url(b"GIF89a" + made.png(), "image/gif"), "no frame"),
         (made.data_url(b"%PDF-1.7\n" + made.png(), made.PNG), "no image that is supported"),
         (made.data_url(b"PK\3\4" + made.png(), made.PNG), "no image that is supported"),
@@ -107,6 +115,8 @@ async def test_scans_count_up_to_the_end_of_the_picture():
     await check_scans(made.progressive(MAX_SCANS, hidden))
     await check_scans(made.progressive(9) + made.progressive(2 * MAX_SCANS))  # a phone's film behind its picture
     await check_scans(made.progressive(9)[:-1])
+    await check_scans(made.progressive(9, b"\xff" * 99))  # fill bytes
+    await check_scans(made.progressive(16), 5792**2)
     with pytest.raises(UnreadableImage, match="scans"):
         await check_scans(made.progressive(MAX_SCANS + 1, hidden))
     with pytest.raises(UnreadableImage, match="4096 parts"):

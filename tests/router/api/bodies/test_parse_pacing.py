@@ -51,6 +51,31 @@ async def test_what_would_wait_too_long_is_told_to_come_back() -> None:
     await pace.turn(LONG_S / 2)
 
 
+async def test_one_source_does_not_push_out_others() -> None:
+    """Its many long bodies wait for each other; the first of another source is next, and neither is sent away."""
+    pace, order = ParsePacing(), list[str]()
+
+    async def one(name: str, cost: float) -> None:
+        await pace.turn(cost, name[:1])
+        order.append(name)
+
+    await pace.turn(CREDIT_S + LONG_S, "a")
+    asked = [asyncio.create_task(one(f"a{number}", LONG_S)) for number in range(4)]
+    left = asyncio.create_task(one("b-left", LONG_S))
+    await asyncio.sleep(0)
+    beyond = PATIENCE_S * SHARE
+    asked.append(asyncio.create_task(one("b", LONG_S)))
+    asked.append(asyncio.create_task(one("a-huge", beyond)))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await pace.turn(LONG_S, "a")
+    asked.append(asyncio.create_task(one("c", LONG_S)))
+    left.cancel()
+    await asyncio.gather(*asked)
+    assert order == ["a0", "b", "c", "a1", "a2", "a3", "a-huge"]
+    await asyncio.wait_for(pace.turn(LONG_S / 2, "a"), 5)
+
+
 def fastest_s(work: Callable[[], object]) -> float:
     """Return the CPU seconds of the fastest of five runs."""
     found = list[float]()
