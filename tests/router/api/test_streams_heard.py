@@ -107,6 +107,7 @@ class Nodes(FakeCluster):
     def __init__(self, seed: int, heard: bool) -> None:
         super().__init__(lambda spec: ())
         self.attempts: list[Attempt] = []
+        self.passed = 0
         self._seed, self._heard = seed, heard
 
     def start(self, spec: RequestSpec) -> Any:
@@ -134,7 +135,7 @@ class Client:
         self.written, self.writes, self.left = b"", 0, asyncio.Event()
         self._dice, self._leaves, self._breaks = dice, leaves, breaks
         self._asked: list[bytes] = []
-        self.stuck_after = 10**9
+        self.stuck_after, self.passed = 10**9, 0
 
     async def answer(self, api: Api, path: str, body: dict[str, Any]) -> None:
         prompt = {"messages": MESSAGES} if path in (CHAT, "/v1/messages") else {"prompt": "Hi"}
@@ -152,6 +153,14 @@ class Client:
             return {"type": "http.request", "body": self._asked.pop(), "more_body": False}
         await self.left.wait()
         return {"type": "http.disconnect"}
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Take plain text past `_send`, as `ResponseCycle` does, unless this client is about to leave or is behind."""
+        last = min(self._leaves, self._breaks, self.stuck_after) - 1
+        if self.left.is_set() or self.writes >= last or self._dice.random() < 0.3:
+            return False
+        self.writes, self.written, self.passed = self.writes + 1, self.written + data, self.passed + 1
+        return True
 
     async def _send(self, message: Any) -> None:
         if message["type"] != "http.response.body" or self.left.is_set():
@@ -181,6 +190,7 @@ async def answered(
         await asyncio.wait_for(client.answer(Api(nodes), path, body), 20)
     except ConnectionError:
         assert client.writes >= breaks
+    nodes.passed = client.passed
     return re.sub(rb'("created(_at)?"|"completed_at"): ?[\d.]+|the-one-request-\w+', b"", client.written), nodes
 
 
@@ -197,6 +207,12 @@ async def test_choices_that_end_at_any_stops_are_the_same_whether_heard_or_itera
     own = {"prompt": dice.choice(("Hi", ["Hi", "Ho"])), "best_of": 4} if seed % 3 == 0 else {"n": seed % 8 + 1}
     body = {"stop": dice.sample(stops, len(stops))[:4], "include_stop_str_in_output": dice.random() < 0.3, **own}
     await compare(seed, (TEXTS if "prompt" in own else CHAT, {**body, "stream": "best_of" not in own}))
+
+
+async def test_plain_text_passes_by_pieces_and_messages() -> None:
+    passed = [(await answered(seed, True, BODIES[0]))[1].passed for seed in range(8)]
+    assert sum(passed) > 0
+    assert not (await answered(11, True, BODIES[1]))[1].passed, "log-probabilities need pieces"
 
 
 async def compare(seed: int, asked: Asked) -> None:
