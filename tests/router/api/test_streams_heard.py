@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -19,6 +20,7 @@ from kvferry.protocol.errors import FatalRequest, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.shapes.chunks import ChunkAnswer
 from kvferry.router.dispatch.dispatch import RequestDispatch
@@ -311,3 +313,18 @@ def texts(body: bytes) -> list[Any]:
             whole[2] += logprobs["token_logprobs"]
             whole[3] = choice["finish_reason"] or whole[3]
     return [*sorted(found.items()), end]
+
+
+@pytest.mark.parametrize("asked", [BODIES[0], BODIES[7], BODIES[2]])
+async def test_a_stream_that_has_begun_keeps_no_body(asked: Asked) -> None:
+    class Counting(Client):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            bodies.append(sum(isinstance(each, GenerationBody) for each in gc.get_objects()))
+
+    bodies = list[int]()
+    gc.collect()
+    before = sum(isinstance(each, GenerationBody) for each in gc.get_objects())
+    await Counting(random.Random(1), 10**9, 10**9).answer(Api(Nodes(11, True)), *asked)
+    assert len(bodies) > 3
+    assert bodies[2:] == [before] * len(bodies[2:])
