@@ -76,6 +76,13 @@ class ResponseCycle(RequestResponseCycle):
         self._send_now(message)
         return cast(Awaitable[None], ENDED)
 
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a part of a response that streams; return False, with nothing written, where `send` has more to do."""
+        if self.flow.write_paused or self.disconnected or self._head or not self.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
     async def _send_later(self, message: Any) -> None:
         await self.flow.drain()
         self._send_now(message)

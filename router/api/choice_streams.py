@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvferry.router.api.sequence_stream import Choice, ChoicePiece, Listener, SequenceStream
+from kvferry.router.api.sequence_stream import Choice, ChoicePiece, Listener, SequenceStream, TextWriter
 from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.text.transcript import Piece
 
@@ -51,8 +51,8 @@ class ChoiceMerge:
         self._left -= item.finish_reason is not None
         return choice, item
 
-    def listen(self, listener: Listener | None) -> None:
-        """Set or remove the listener; see SequenceStream.listen."""
+    def listen(self, listener: Listener | None, _: TextWriter | None = None) -> None:
+        """Set or remove the listener; see SequenceStream.listen. Every choice makes pieces."""
         self._listener = listener
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.translated import TranslatedChat
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.responder import Responder
-from kvferry.router.api.sequence_stream import Choice, ChoicePiece
+from kvferry.router.api.sequence_stream import Choice, ChoicePiece, TextWriter
 from kvferry.router.api.served_models import ServedModel, ServedModels
 from kvferry.router.api.sse import event
 from kvferry.router.api.write_buffer import WriteBuffer
@@ -33,7 +33,7 @@ class Answer:
         self.streams = streams
         self.ids: EventIds | None = None
         """Writes ids into the stream's events; None: they have none."""
-        self._held: WriteBuffer | None = None
+        self.held: WriteBuffer | None = None
         self._is_alone = False
         """Whether each output of the one choice is one piece."""
 
@@ -49,15 +49,15 @@ class Answer:
                 self.take(choice, piece)
             return
         await responder.begin_stream(self._route(), self.failing)
-        held = self._held = WriteBuffer(responder)
+        held = self.held = WriteBuffer(responder)
         self._is_alone = self.ids is None and len(self.generation.choices) == 1 and not first[0].singly
         held.add(self._with_ids(*first, self.opening() + self.events(*first)))
         try:
-            self.generation.listen(self._tell)
+            self.generation.listen(self._tell, self._plain_writer())
             async for choice, piece in rest:
                 if not held.add(self._with_ids(choice, piece, self.events(choice, piece))):
                     await held.flush()
-                self.generation.listen(self._tell)
+                self.generation.listen(self._tell, self._plain_writer())
         except Exception:
             await held.flush()
             raise
@@ -66,10 +66,21 @@ class Answer:
             raise
 
     def _tell(self, choice: Choice, piece: Piece) -> None:
-        assert self._held
-        add = self._held.add_last if self._is_alone else self._held.add
+        assert self.held
+        add = self.held.add_last if self._is_alone else self.held.add
         if not add(self._with_ids(choice, piece, self.events(choice, piece))):
             self.generation.listen(None)
+
+    def _plain_writer(self) -> TextWriter | None:
+        """Return a writer of plain text, or None if the answer's events need pieces."""
+        return self.write_text if self._is_alone and self.is_text else None
+
+    is_text = False
+    """Whether `write_text` may replace `events` for plain text."""
+
+    def write_text(self, text: bytes) -> bool:
+        """Write the event of the one choice's text; see TextWriter."""
+        return False
 
     def _with_ids(self, choice: Choice, piece: Piece, events: bytes) -> bytes:
         if self.ids is None:
@@ -83,13 +94,13 @@ class Answer:
 
     async def flush(self) -> None:
         """Write the events held back."""
-        if self._held is not None:
-            await self._held.flush()
+        if self.held is not None:
+            await self.held.flush()
 
     async def finish(self, responder: Responder) -> None:
         """Send the last events, or the whole body."""
         if self.streams:
-            last = await self._held.last() if self._held is not None else b""
+            last = await self.held.last() if self.held is not None else b""
             closing = self.closing()
             await responder.write(last + (self.ids.close(closing) if self.ids else closing), more=False)
         else:

@@ -57,8 +57,9 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
                 name, stored = self.endpoint.journal_name(call), getattr(body, "store", None) is not False
                 watched = bool(getattr(body, "background", False))
                 opened = await self._journals.begin(call, self._path, data, name, stored=stored, watched=watched)
-            del data  # it may be long, and the stream too
-            return await self.answer(admitted, body, size, responder, opened)
+            answering = self.answer(admitted, body, size, responder, opened)
+            del data, body  # they may be long, and the stream too
+            return await answering
 
     def _kept_alive(self, responder: Responder, *, streams: bool) -> AbstractContextManager[None]:
         """Keep a stream alive whose events have ids."""
@@ -107,7 +108,9 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
     ) -> Answer:  # fmt: skip
         """Generate the answer to a body of `size` bytes, and send all of it except its last bytes."""
         if journal is None:
-            return await self._generated(admitted, body, size, responder, None)
+            generated = self._generated(admitted, body, size, responder, None)
+            del body
+            return await generated
         with journal:
             admitted.identify(journal.call)
             try:
@@ -122,6 +125,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         journal: JournaledRequest | None,
     ) -> Answer:  # fmt: skip
         chat, size = await self._asked(admitted.call, body, size)
+        del body
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
         resumes = journal is not None and journal.is_resumed
@@ -144,6 +148,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
                 first = await anext(pieces)
                 admitted.began(journal.used(generation.used) if journal is not None else generation.used)
                 answer = self.endpoint.shape(admitted.call, pool, chat, generation)
+                del chat, specs, parsing  # while it streams, its dispatches hold what a retry needs
                 if journal is not None:
                     answer.streams, answer.ids = answer.streams or admitted.call.resume.streams, ids
                     answer.begin_after(journal.after_event)

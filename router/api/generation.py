@@ -17,7 +17,7 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.api.admission import TokenUsage
 from kvferry.router.api.choice_streams import ChoiceMerge
-from kvferry.router.api.sequence_stream import Choice, Listener, OutputJournal, Pieces, SequenceStream
+from kvferry.router.api.sequence_stream import Choice, Listener, OutputJournal, Pieces, SequenceStream, TextWriter
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.dispatch.interface import Dispatch, RequestSpec, Route
 from kvferry.router.tenants.scheduler_slots import Size
@@ -95,12 +95,12 @@ class Generation:
             self._pieces = self._follow(self.choices[0])
         return self._pieces
 
-    def listen(self, listener: Listener | None) -> None:
+    def listen(self, listener: Listener | None, write: TextWriter | None = None) -> None:
         """Send pieces directly to `listener` while the iteration waits, without waking a task; not for beams.
 
-        Call it after `pieces`."""
+        `write`: see SequenceStream.listen. Call it after `pieces`."""
         if self._pieces is not None:
-            self._pieces.listen(listener)
+            self._pieces.listen(listener, write)
 
     async def close(self) -> None:
         """Cancel every dispatch that still runs."""

@@ -13,7 +13,7 @@ from kvferry.protocol.errors import KvferryError, Overloaded
 from kvferry.protocol.metrics import RouterMetrics
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.bodies.reader import BodyReader
-from kvferry.router.api.responder import Finishing, Responder
+from kvferry.router.api.responder import Finishing, Responder, no_chunk
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import CALL
 from kvferry.router.tenants.tenant_registry import TenantRegistry
@@ -95,7 +95,8 @@ class GenerationRoute(Generic[Described]):
         call, metrics, status = scope[CALL], self._metrics, 500
         span = TRACER.start("request", call.trace, endpoint=self._path, id=call.id, tenant=call.tenant)
         admitted = AdmittedRequest(call, self._tenant_registry, metrics, span)
-        responder = Responder(send, self._path, admitted.headers)
+        write_chunk = getattr(getattr(receive, "__self__", None), "write_chunk", no_chunk)
+        responder = Responder(send, self._path, admitted.headers, write_chunk)
         metrics.inflight.inc()
         try:
             with admitted:

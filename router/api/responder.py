@@ -18,16 +18,22 @@ _EVENTS = "text/event-stream; charset=utf-8"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
+def no_chunk(data: bytes) -> bool:
+    """Write nothing: the server has no short cut, and everything goes through `send`."""
+    return False
+
+
 @dataclass(slots=True)
 class Responder:
     """Response to one request to `path`.
 
     After `begin_stream` or `keep_alive`, errors appear only inside the stream. `more` returns additional headers, read
-    when the response begins."""
+    when the response begins. `write_chunk`: see ResponseCycle."""
 
     send: Send
     path: str
     more: Callable[[], Mapping[str, str]] = dict
+    write_chunk: Callable[[bytes], bool] = no_chunk
     _started: bool = False
     _failing: Callable[[KvferryError], bytes] | None = None
 

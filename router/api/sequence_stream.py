@@ -49,6 +49,8 @@ class Choice:
 
 ChoicePiece = tuple[Choice, Piece]
 Listener = Callable[[Choice, Piece], None]
+TextWriter = Callable[[bytes], bool]
+"""Writes a text escaped for JSON to the client; returns False, with nothing written, where a piece must be made."""
 
 
 class Pieces(Protocol):
@@ -91,6 +93,8 @@ class SequenceStream:
         self._metrics = whole.metrics
         self._last, self._finished = 0.0, False
         self._listener: Listener | None = None
+        self._plain: tuple[Transcript, TextWriter] | None = None
+        """Transcript and writer of plain text, while that needs no pieces."""
         self._end: Piece | None = None
         """Last piece, if the text ended while the listener was active."""
         self._split: list[Output] = []
@@ -116,18 +120,23 @@ class SequenceStream:
         choice.ended = True
         raise KvferryError("the request ended without a finish reason")
 
-    def listen(self, listener: Listener | None) -> None:
+    def listen(self, listener: Listener | None, write: TextWriter | None = None) -> None:
         """Send pieces directly to `listener` while the iteration waits for the next one (see Dispatch.listen).
 
-        The last piece is not sent there: a text that ends before its dispatch ends the dispatch at once. Does nothing
-        after the end."""
-        assert self._choice.dispatch
+        The last piece is not sent there: a text that ends before its dispatch ends the dispatch at once. Plain text
+        goes to `write` without a piece, if given. Does nothing after the end."""
+        choice = self._choice
+        assert choice.dispatch
         if self._finished:
             return
-        self._listener = listener
-        self._choice.dispatch.listen(self._tell if listener else None)
+        self._listener, self._plain, text = listener, None, choice.transcript
+        if write is not None and isinstance(text, Transcript) and text.is_plain and choice.journal is None:
+            self._plain = text, write
+        choice.dispatch.listen(self._tell if listener else None)
 
     def _tell(self, output: Output) -> None:
+        if self._plain is not None and output.finish_reason is None and self._written(output, *self._plain):
+            return
         listener, choice = self._listener, self._choice
         assert listener
         for each in single(output) if choice.singly and self._counts_singly else (output,):
@@ -136,6 +145,24 @@ class SequenceStream:
                 self._end = piece
                 raise Enough
             listener(choice, piece)
+
+    def _written(self, output: Output, transcript: Transcript, write: TextWriter) -> bool:
+        """Write and count an output of plain text, as most are; return False if it is not."""
+        text, tokens = transcript.escaped(output.token_ids), len(output.token_ids)
+        if not text or not write(text):
+            return False
+        transcript.completion_tokens += tokens
+        self._count(time.monotonic(), tokens)
+        self._metrics.output_tokens.inc(tokens)
+        return True
+
+    def _count(self, now: float, tokens: int) -> None:
+        """Count the time of tokens after the first output."""
+        choice, took_s = self._choice, now - self._last
+        self._last = now
+        self._metrics.itl.observe(took_s / tokens, tokens)
+        choice.paced += tokens
+        choice.pace_s += took_s
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice
@@ -146,9 +173,7 @@ class SequenceStream:
             transcript = choice.transcript = self._whole.transcript(choice.spec)
             self._begun(now, choice.dispatch.route, output)
         elif (tokens := len(output.token_ids)) and not output.replayed:
-            metrics.itl.observe((now - self._last) / tokens, tokens)
-            choice.paced += tokens
-            choice.pace_s += now - self._last
+            self._count(now, tokens)
         self._last = now
         if choice.journal is not None:
             choice.journal.add(choice.index, output)

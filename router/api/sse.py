@@ -33,15 +33,17 @@ def named(value: dict[str, Any]) -> bytes:
 class TextEvent:
     """Event template with one variable text, for the most frequent chunks of a stream.
 
-    `shape` holds the placeholder SLOT once, in the text's place. `under` is the event's name, if any."""
+    `shape` holds the placeholder SLOT once, in the text's place. `under` is the event's name, if any. An event is a
+    text escaped for JSON between `head` and `tail`."""
 
     SLOT = "\x00slot\x00"
     _SLOT = dump(SLOT)
 
     def __init__(self, shape: Any, under: str = "") -> None:
-        self._head, self._tail = event(shape).split(self._SLOT)
-        self._head = (f"event: {under}\n".encode() if under else b"") + self._head
+        head, tail = event(shape).split(self._SLOT)
+        self.head = (f"event: {under}\n".encode() if under else b"") + head + b'"'
+        self.tail = b'"' + tail
 
     def fill(self, text: str) -> bytes:
         """Return the event with this text."""
-        return self._head + encode_basestring(text).encode() + self._tail
+        return self.head + encode_basestring(text)[1:-1].encode() + self.tail

@@ -46,6 +46,10 @@ class WriteBuffer:
             self._context.run(self._write)
         return self._waiting is None and self._size < MOST_BYTES
 
+    def write_through(self, data: bytes) -> bool:
+        """Write data without a detour; return False, with nothing written, where `add_last` has more to do."""
+        return not self._parts and self._waiting is None and self._responder.write_chunk(data)
+
     async def flush(self) -> None:
         """Write everything; return once the client's connection has taken it."""
         if data := await self.last():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from json.encoder import encode_basestring
 from types import MappingProxyType
 from typing import Protocol
 
@@ -25,6 +28,30 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """Return the rest: a replacement character for an incomplete character."""
+
+    def escaped(self, token_ids: Iterable[int]) -> bytes:
+        """Return the text of these tokens escaped for JSON if each has whole characters of its own; empty: `feed` them.
+
+        It changes nothing: such tokens leave no state."""
+
+
+class EscapedTexts(dict[int, bytes | None]):
+    """Texts of tokens of whole characters, escaped for JSON and made on first use; None for other tokens."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], hidden: frozenset[int]) -> None:
+        self._token_bytes, self._hidden = token_bytes, hidden
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        made = None
+        if token_id not in self._hidden:
+            with contextlib.suppress(UnicodeDecodeError):
+                made = encode_basestring(self._token_bytes(token_id).decode())[1:-1].encode()
+        self[token_id] = made
+        return made
+
+
+escaped_texts = lru_cache(maxsize=8)(EscapedTexts)
+"""Texts that all sequences of a model share."""
 
 
 def detokenizer(
@@ -56,6 +83,7 @@ class ByteDetokenizer:
     def __init__(self, tokenizer: TextTokenizer, hidden: frozenset[int], shown: Mapping[int, str] = _NOTHING) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._hidden, self._shown = hidden, shown
+        self._escaped = escaped_texts(tokenizer.token_bytes, hidden)
         self._decoder: codecs.IncrementalDecoder | None = None
         """Made for the first text beyond ASCII."""
         self._waits = False
@@ -78,6 +106,14 @@ class ByteDetokenizer:
         """Return the rest: a replacement character for an incomplete character."""
         self._waits = False
         return self._decoder.decode(b"", True) if self._decoder is not None else ""
+
+    def escaped(self, token_ids: Iterable[int]) -> bytes:
+        if self._waits:
+            return b""
+        try:
+            return b"".join(map(self._escaped.__getitem__, token_ids))  # type: ignore[arg-type]
+        except TypeError:
+            return b""
 
 
 class _ContextDetokenizer(ABC):
@@ -103,6 +139,9 @@ class _ContextDetokenizer(ABC):
         rest = self.finish()
         self._begin([token_id])
         return rest + self._shown[token_id]
+
+    def escaped(self, token_ids: Iterable[int]) -> bytes:
+        return b""
 
     @abstractmethod
     def finish(self) -> str:

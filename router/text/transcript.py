@@ -134,6 +134,17 @@ class Transcript:
         self._finish(piece, output)
         return piece
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether `escaped` may replace `add` for outputs that carry nothing but tokens."""
+        return self._stop is None and self._params.logprobs is None and not self._options.echo_only
+
+    def escaped(self, token_ids: Sequence[int]) -> bytes:
+        """Return the text of plain tokens escaped for JSON, or nothing where only `add` can; see Detokenizer.
+
+        The caller counts them in `completion_tokens` if it uses the text."""
+        return self._detokenizer.escaped(token_ids)
+
     def _plain(self, output: Output) -> Piece:
         """Return the text of an Output without end, log-probabilities or stop strings, as nearly all are."""
         text = "".join(map(self._detokenizer.feed, output.token_ids))

@@ -61,6 +61,29 @@ async def test_a_head_leaves_with_the_first_bytes() -> None:
     assert cycle.response_complete
 
 
+async def test_chunks_pass_by_messages_only_where_nothing_else_is_to_be_done() -> None:
+    transport = Transport()
+    cycle = cycle_on(transport)
+    assert not cycle.write_chunk(b"before the head")
+    await cycle.send(start())
+    assert not cycle.write_chunk(b"while the head waits")
+    await cycle.send(body(b"abc", more=True))
+    assert cycle.write_chunk(b"d")
+    cycle.flow.pause_writing()
+    assert not cycle.write_chunk(b"to one who does not read")
+    cycle.flow.resume_writing()
+    cycle.leave()
+    assert not cycle.write_chunk(b"to one who has left")
+    assert transport.writes[1:] == [b"1\r\nd\r\n"]
+
+
+async def test_a_response_of_known_length_has_no_chunks() -> None:
+    cycle = cycle_on(Transport())
+    await cycle.send(start((b"content-length", b"3")))
+    await cycle.send(body(b"a", more=True))
+    assert not cycle.write_chunk(b"b")
+
+
 async def test_a_head_without_a_body_leaves_soon() -> None:
     transport = Transport()
     await cycle_on(transport).send(start())

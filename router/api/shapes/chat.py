@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.router.api.bodies.generating import ChatBody
+from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
+from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
@@ -14,6 +16,10 @@ class ChatShape(Shape[ChatBody]):
     """Format of chat completion choices. Implements `router.api.shapes.shape.Shape`."""
 
     id_prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, pool: ServedModel, body: ChatBody, generation: Generation) -> None:
+        super().__init__(pool, body, generation)
+        self._is_legacy = body.legacy
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
         return _choice(index, {"content": text} if text else {})
@@ -39,13 +45,13 @@ class ChatShape(Shape[ChatBody]):
             "finish_reason": self._finish_reason(found.finish_reason),
             "stop_reason": found.stop_reason,
         }
-        if self.body.return_token_ids:
+        if self.shows_ids:
             whole["token_ids"] = found.token_ids
         return whole
 
     def whole_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        if self.body.prompt_logprobs is not None:
+        if self.prompt_top is not None:
             fields["prompt_logprobs"] = self.shown_prompt_logprobs(0)
         return {**fields, **self._prompt_ids()}
 
@@ -68,13 +74,13 @@ class ChatShape(Shape[ChatBody]):
 
     def _called(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the field that shows calls, whole or partial; clients that sent `functions` get one call."""
-        return {"function_call": calls[0]["function"]} if self.body.legacy else {"tool_calls": calls}
+        return {"function_call": calls[0]["function"]} if self._is_legacy else {"tool_calls": calls}
 
     def _finish_reason(self, reason: str | None) -> str | None:
-        return "function_call" if reason == "tool_calls" and self.body.legacy else reason
+        return "function_call" if reason == "tool_calls" and self._is_legacy else reason
 
     def _prompt_ids(self) -> dict[str, Any]:
-        if not self.body.return_token_ids:
+        if not self.shows_ids:
             return {}
         return {"prompt_token_ids": list(self.generation.prompts[0].token_ids)}
 

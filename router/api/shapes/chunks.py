@@ -49,7 +49,7 @@ class ChunkAnswer(Answer):
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._ids = bool(body.return_token_ids)
-        self._only_text = not (self._running_usage or self._ids)
+        self.is_text = not (self._running_usage or self._ids)
         self._plain: dict[int, TextEvent | None] = {}
         """Event templates of the choices that have begun; None until one is needed."""
         self._collected = [] if self.streams else [Collected() for _ in generation.choices]
@@ -57,9 +57,14 @@ class ChunkAnswer(Answer):
     def events(self, choice: Choice, piece: Piece) -> bytes:
         if choice.index not in self._plain:
             return self._first(choice, piece)
-        if self._only_text and piece.finish_reason is None and not (piece.entries or piece.calls or piece.reasoning):
+        if self.is_text and piece.finish_reason is None and not (piece.entries or piece.calls or piece.reasoning):
             return (self._plain[choice.index] or self._template(choice)).fill(piece.text) if piece.text else b""
         return self._event(choice, piece) if self._tells(piece) else b""
+
+    def write_text(self, text: bytes) -> bool:
+        assert self.held
+        template = self._plain[0] or self._template(self.generation.choices[0])
+        return self.held.write_through(template.head + text + template.tail)
 
     def closing(self) -> bytes:
         """Return the usage, if requested, and [DONE]."""

@@ -11,9 +11,11 @@ import pytest
 
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.api.sequence_stream import Choice, SequenceStream
 from kvferry.router.dispatch.interface import Enough, Output
-from kvferry.router.text.transcript import Piece
+from kvferry.router.text.transcript import Piece, TextOptions, Transcript
+from tests.api_parts import demo_text
 
 
 class Whole:
@@ -107,6 +109,30 @@ async def test_pieces_that_are_heard_count_like_those_that_are_read() -> None:
     assert whole.metrics.output_tokens._value.get() == 3
     pieces.listen(None)
     assert dispatch.listener is None
+
+
+async def test_plain_text_is_written_without_pieces_and_counts_like_them() -> None:
+    pieces, dispatch, whole, choice = following(9)
+    choice.journal = None
+    text = Transcript(demo_text().tokenizer, (), SamplingParams(), TextOptions())
+    whole.transcript = lambda spec: text  # type: ignore[method-assign]
+    heard, written, takes = list[str](), list[bytes](), True
+    await anext(pieces)
+    ids = demo_text().encode(" a quiet house")
+
+    def write(escaped: bytes) -> bool:
+        written.append(escaped)
+        return takes
+
+    pieces.listen(lambda told, piece: heard.append(piece.text), write)
+    assert dispatch.listener
+    dispatch.listener(Output(tuple(ids[:2])))
+    takes = False
+    dispatch.listener(Output(tuple(ids[2:])))
+    assert (written, heard) == ([b" a quiet", b" house"], [" house"])
+    assert text.completion_tokens == 1 + len(ids)
+    assert sum(whole.metrics.itl.counts) == choice.paced == len(ids)
+    assert whole.metrics.output_tokens._value.get() == 1 + len(ids)
 
 
 async def test_a_text_that_ends_while_it_is_heard_ends_its_dispatch_and_its_last_piece_is_read() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -19,6 +20,7 @@ from kvferry.protocol.errors import FatalRequest, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.shapes.chunks import ChunkAnswer
 from kvferry.router.dispatch.dispatch import RequestDispatch
@@ -107,6 +109,7 @@ class Nodes(FakeCluster):
     def __init__(self, seed: int, heard: bool) -> None:
         super().__init__(lambda spec: ())
         self.attempts: list[Attempt] = []
+        self.passed = 0
         self._seed, self._heard = seed, heard
 
     def start(self, spec: RequestSpec) -> Any:
@@ -134,7 +137,7 @@ class Client:
         self.written, self.writes, self.left = b"", 0, asyncio.Event()
         self._dice, self._leaves, self._breaks = dice, leaves, breaks
         self._asked: list[bytes] = []
-        self.stuck_after = 10**9
+        self.stuck_after, self.passed = 10**9, 0
 
     async def answer(self, api: Api, path: str, body: dict[str, Any]) -> None:
         prompt = {"messages": MESSAGES} if path in (CHAT, "/v1/messages") else {"prompt": "Hi"}
@@ -152,6 +155,14 @@ class Client:
             return {"type": "http.request", "body": self._asked.pop(), "more_body": False}
         await self.left.wait()
         return {"type": "http.disconnect"}
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Take plain text past `_send`, as `ResponseCycle` does, unless this client is about to leave or is behind."""
+        last = min(self._leaves, self._breaks, self.stuck_after) - 1
+        if self.left.is_set() or self.writes >= last or self._dice.random() < 0.3:
+            return False
+        self.writes, self.written, self.passed = self.writes + 1, self.written + data, self.passed + 1
+        return True
 
     async def _send(self, message: Any) -> None:
         if message["type"] != "http.response.body" or self.left.is_set():
@@ -181,6 +192,7 @@ async def answered(
         await asyncio.wait_for(client.answer(Api(nodes), path, body), 20)
     except ConnectionError:
         assert client.writes >= breaks
+    nodes.passed = client.passed
     return re.sub(rb'("created(_at)?"|"completed_at"): ?[\d.]+|the-one-request-\w+', b"", client.written), nodes
 
 
@@ -197,6 +209,12 @@ async def test_choices_that_end_at_any_stops_are_the_same_whether_heard_or_itera
     own = {"prompt": dice.choice(("Hi", ["Hi", "Ho"])), "best_of": 4} if seed % 3 == 0 else {"n": seed % 8 + 1}
     body = {"stop": dice.sample(stops, len(stops))[:4], "include_stop_str_in_output": dice.random() < 0.3, **own}
     await compare(seed, (TEXTS if "prompt" in own else CHAT, {**body, "stream": "best_of" not in own}))
+
+
+async def test_plain_text_passes_by_pieces_and_messages() -> None:
+    passed = [(await answered(seed, True, BODIES[0]))[1].passed for seed in range(8)]
+    assert sum(passed) > 0
+    assert not (await answered(11, True, BODIES[1]))[1].passed, "log-probabilities need pieces"
 
 
 async def compare(seed: int, asked: Asked) -> None:
@@ -295,3 +313,18 @@ def texts(body: bytes) -> list[Any]:
             whole[2] += logprobs["token_logprobs"]
             whole[3] = choice["finish_reason"] or whole[3]
     return [*sorted(found.items()), end]
+
+
+@pytest.mark.parametrize("asked", [BODIES[0], BODIES[7], BODIES[2]])
+async def test_a_stream_that_has_begun_keeps_no_body(asked: Asked) -> None:
+    class Counting(Client):
+        async def _send(self, message: Any) -> None:
+            await super()._send(message)
+            bodies.append(sum(isinstance(each, GenerationBody) for each in gc.get_objects()))
+
+    bodies = list[int]()
+    gc.collect()
+    before = sum(isinstance(each, GenerationBody) for each in gc.get_objects())
+    await Counting(random.Random(1), 10**9, 10**9).answer(Api(Nodes(11, True)), *asked)
+    assert len(bodies) > 3
+    assert bodies[2:] == [before] * len(bodies[2:])

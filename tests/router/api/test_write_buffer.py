@@ -47,7 +47,7 @@ class Generated:
         self.choices = [Choice(number, 0, SimpleNamespace()) for number in range(choices)]  # type: ignore[arg-type]
         self.choice = self.choices[0]
 
-    def listen(self, listener: Listener | None) -> None:
+    def listen(self, listener: Listener | None, _: Any = None) -> None:
         self.listener = listener
 
     def put(self, text: str) -> bool:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +44,30 @@ def test_any_tokens_give_what_decoding_all_of_them_gives(ids: list[int]) -> None
     for skip in (True, False):
         shown = run(detokenizer(tokenizer, skip_special_tokens=skip), ids)
         assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.lists(st.lists(st.integers(0, 49151) | st.integers(17, 272), min_size=1, max_size=3), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_escaped_texts_are_those_that_are_fed(parts: list[list[int]]) -> None:
+    tokenizer = demo_text().tokenizer
+    mixed, fed = detokenizer(tokenizer), detokenizer(tokenizer)
+    for ids in parts:
+        escaped, text = mixed.escaped(ids), "".join(map(fed.feed, ids))
+        assert not escaped or json.loads(b'"%b"' % escaped) == text
+        if not escaped:
+            assert "".join(map(mixed.feed, ids)) == text
+    assert mixed.finish() == fed.finish()
+
+
+def test_texts_are_escaped_unless_hidden_or_cut_off() -> None:
+    tokenizer = demo_text().tokenizer
+    steps, (quote, *_) = detokenizer(tokenizer), demo_text().encode('"')
+    assert steps.escaped([quote]) == b'\\"'
+    assert steps.escaped([quote, *tokenizer.special_ids]) == b""
+    first, *_ = demo_text().encode("漢")
+    assert not steps.feed(first)
+    assert steps.escaped([quote]) == b""
+    assert detokenizer(SP).escaped([40]) == b""
 
 
 def test_a_character_cut_off_by_the_end_is_replaced_once() -> None:
