@@ -140,9 +140,9 @@ class Worker:
         ]
         tables += [engine.copies._transfer_holds, engine.copies._landing]
         mounted = service.endpoints
-        tables += [mounted.tiers._waiting, mounted.tiers._coming]
-        tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._coming]
-        tables += [mounted.fetches._asker.transfers, mounted.supplies._supplies]
+        tables += [mounted.tiers._waiting, mounted.tiers._in_flight]
+        tables += [mounted.fetches._waiting, mounted.fetches._open, mounted.fetches._in_flight]
+        tables += [mounted.fetches._client.transfers, mounted.supplies._supplies]
         if not self.link_lost:
             tables += [mounted.arrivals._open, mounted.sender.transfers, mounted.arrivals.receiver.transfers]
         if mounted.embeddings is not None:

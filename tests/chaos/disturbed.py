@@ -128,7 +128,7 @@ def books() -> dict[str, Any]:
 
     def read(engine: Any) -> None:
         pool = engine.pool
-        held = {reason: sum(map(len, book.values())) for reason, book in pool.holds._books.items()}
+        held = {reason: sum(map(len, book.values())) for reason, book in pool.holds._pages.items()}
         found.update(holds=held, available=pool.available, size=pool.num_blocks)
         found.update(waiting=bool(engine.request_table), transfer_holds=bool(engine.transfer_holds))
         seen.set()

@@ -95,7 +95,7 @@ def test_after_a_slow_mask_grammar_threads_make_some(makers: list[str], monkeypa
     assert makers[8:15] == ["MainThread", *["grammar"] * 5, "MainThread"]
 
 
-@pytest.mark.parametrize("bound", ["SLOW_S", "OWN_S"])
+@pytest.mark.parametrize("bound", ["SLOW_S", "SELF_MADE_S"])
 def test_a_step_makes_masks_itself_for_a_bounded_time(
     makers: list[str], monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:

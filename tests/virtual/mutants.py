@@ -106,7 +106,7 @@ def committed_before_the_last_block() -> Mutant:
 @mutant("by another epoch")
 def epoch_not_checked() -> Mutant:
     """A process grants what its predecessor at the address was asked for."""
-    return patch.object(receiver_module, "objection", lambda request, fingerprint, epoch: None)
+    return patch.object(receiver_module, "mismatch", lambda request, fingerprint, epoch: None)
 
 
 @mutant("held blocks")

@@ -149,7 +149,7 @@ async def test_a_stream_moves_without_its_images() -> None:
         await left.generate(asked)
         await until(lambda: one.paused)
         moving = asyncio.create_task(left._post(one, "move", MoveRequest("a", 0, 1, other.target)))
-        await until(lambda: one.service._migrations._asked)
+        await until(lambda: one.service._migrations._starting)
         one.resume()
         moved = await moving
         assert moved.status_code == 202, moved.text

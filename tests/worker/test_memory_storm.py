@@ -115,8 +115,8 @@ async def test_whatever_befalls_memory_no_token_is_wrong_and_nothing_is_left(
         *(
             (tiers, "MIN_S", 0.2),
             (fetch_client, "MIN_S", 0.2),
-            (block_fetches, "SHUN_S", 0.1),
-            (remote, "OUT_S", 0.1),
+            (block_fetches, "BACKOFF_S", 0.1),
+            (remote, "OUTAGE_S", 0.1),
         ),
         *((local_writes, "GATHERING_S", 0.1), (files, "MAX_BLOCKS", 4)),
     ):

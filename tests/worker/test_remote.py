@@ -115,7 +115,7 @@ async def test_routers_are_told_what_is_there_whoever_wrote_it(tmp_path: Path, m
         await told(router, FULL)
         rates = router.prefill.loaded.lease().rates
         assert 0 < rates.store_block_s == pytest.approx(router.prefill.loaded._tiers.remote.block_s)
-        monkeypatch.setattr(router.prefill.loaded._tiers.remote, "_out_until", time.monotonic() + 9.0)
+        monkeypatch.setattr(router.prefill.loaded._tiers.remote, "_unavailable_until", time.monotonic() + 9.0)
         assert router.prefill.loaded.lease().rates.store_block_s == 0
         await settle(router)
     async with cluster(tmp_path) as router:

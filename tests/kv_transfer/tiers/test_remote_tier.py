@@ -236,7 +236,7 @@ def test_a_store_that_is_away_is_left_alone_for_a_while(make: Any, monkeypatch: 
     assert node.lookup(named(of=2)) is None
     assert not node.tier.write(node.groups(named(of=3))[0], holding(GROUP), lambda: None, lambda there: None)
     monkeypatch.undo()
-    monkeypatch.setattr(node.tier, "_out_until", 0.0)
+    monkeypatch.setattr(node.tier, "_unavailable_until", 0.0)
     assert node.tier.seconds(GROUP) == pytest.approx(GROUP * SIZE / remote.RATE, rel=0.5)
     assert node.tier._held == 0
 

@@ -342,13 +342,13 @@ def test_one_read_that_hung_is_not_the_last(make: Any) -> None:
     pace = tier._pace
     pace._clock = lambda: now[0]
     first = tier.block_s
-    pace.asked(8)
+    pace.enqueue(8)
     assert tier.seconds(1) == 9 * first
     pace.ended(8, 60.0)
     assert tier.block_s > 100 * first
     now[0] += 1000.0
     assert tier.block_s < 2 * first
-    pace.asked(256)
+    pace.enqueue(256)
     pace.ended(256, 256 * first / 10)
     assert first / 10 < tier.block_s < first
 
