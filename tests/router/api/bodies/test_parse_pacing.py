@@ -76,6 +76,18 @@ async def test_one_source_does_not_push_out_others() -> None:
     await asyncio.wait_for(pace.turn(LONG_S / 2, "a"), 5)
 
 
+@pytest.mark.parametrize("body", [b"," * 2**24, b'"' + b"{" * 2**24 + b'"'])
+async def test_no_body_makes_others_wait_for_marks_that_are_not_parsed(body: bytes) -> None:
+    """Braces in a string are no objects, and a body of too many values is refused; neither turns others away."""
+    pace = ParsePacing()
+    await pace.turn(CREDIT_S, "a")
+    await pace.turn(await measured_s(body), "a")
+    other = asyncio.create_task(pace.turn(LONG_S, "b"))
+    await asyncio.sleep(0)
+    assert not other.done() or other.exception() is None
+    other.cancel()
+
+
 def fastest_s(work: Callable[[], object]) -> float:
     """Return the CPU seconds of the fastest of five runs."""
     found = list[float]()
