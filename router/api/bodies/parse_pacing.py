@@ -14,7 +14,7 @@ SHARE = 0.05
 CREDIT_S = 0.2
 """Parsing time available at once after a pause, in seconds."""
 PATIENCE_S = 10.0
-"""Longest wait of a body, in seconds."""
+"""Longest wait of a body for those of its own source, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
 MAX_VALUES = 2**20
@@ -108,8 +108,9 @@ class ParsePacing:
         cost, turn = queue.popleft()
         if queue:
             self._waiting[source] = queue  # behind the others
-        self._take(cost)
-        turn.set_result(None)
+        if not turn.done():  # its client has not left just now
+            self._take(cost)
+            turn.set_result(None)
         if self._waiting:
             self._timer = asyncio.get_running_loop().call_at(self._free_at, self._next)
 

@@ -33,6 +33,7 @@ from kvferry.router.api.bodies.sliced_json import (
     objects_in,
 )
 from kvferry.router.request_context import CALL
+from kvferry.runtime.disconnect import until_disconnect
 
 AT_ONCE, PER_SOURCE = 8, 4
 """Bounds of all arriving bodies, and of one tenant's (or one address's), as multiples of the longest body."""
@@ -103,7 +104,7 @@ class BodyReader:
                 arrived.write(part)
             data = arrived.getvalue()  # without a copy
             if size >= LONG_BYTES:
-                await self._pace.turn(await measured_s(data), source)
+                await until_disconnect(receive, self._pace.turn(await measured_s(data), source))
             scope[READ_AT] = time.monotonic()
             return data
         finally:
