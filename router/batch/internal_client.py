@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -19,8 +18,13 @@ async def ask(app: ASGIApp, path: str, call: RequestContext, body: bytes) -> tup
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "server": None, "client": None,
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())], CALL: call,
     }  # fmt: skip
-    messages = _request(body)
+    bodies = [body]
     status, headers, parts = 500, dict[str, str](), list[bytes]()
+
+    async def receive() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        return await asyncio.Future()  # nobody leaves
 
     async def send(message: Message) -> None:
         nonlocal status, headers
@@ -30,10 +34,5 @@ async def ask(app: ASGIApp, path: str, call: RequestContext, body: bytes) -> tup
         else:
             parts.append(message.get("body", b""))
 
-    await app(scope, lambda: anext(messages), send)
+    await app(scope, receive, send)
     return status, headers, json.loads(b"".join(parts))
-
-
-async def _request(body: bytes) -> AsyncIterator[Message]:
-    yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.Event().wait()

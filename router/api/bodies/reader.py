@@ -14,7 +14,16 @@ from starlette.types import Receive, Scope
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from kvferry.router.api.bodies.fields import field_path
-from kvferry.router.api.bodies.parse_pacing import LONG_BYTES, LONG_S, ParsePacing, cost_s, counted, measured_s
+from kvferry.router.api.bodies.parse_pacing import (
+    LONG_BYTES,
+    LONG_S,
+    MAX_OBJECTS,
+    MAX_VALUES,
+    ParsePacing,
+    cost_s,
+    counted,
+    measured_s,
+)
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.sliced_json import (
     MAX_FIELDS,
@@ -24,11 +33,8 @@ from kvferry.router.api.bodies.sliced_json import (
     objects_in,
 )
 from kvferry.router.request_context import CALL
+from kvferry.runtime.disconnect import until_disconnect
 
-MAX_VALUES = 2**20
-"""Largest number of values in a body; parsing that many takes 0.1 to 0.3 s, in slices."""
-MAX_OBJECTS = 2**15
-"""Largest number of lists and objects among the values, most of which are validated one by one."""
 AT_ONCE, PER_SOURCE = 8, 4
 """Bounds of all arriving bodies, and of one tenant's (or one address's), as multiples of the longest body."""
 RESERVED, LITTLE = 1, 1 / 16
@@ -98,7 +104,7 @@ class BodyReader:
                 arrived.write(part)
             data = arrived.getvalue()  # without a copy
             if size >= LONG_BYTES:
-                await self._pace.turn(await measured_s(data), source)
+                await until_disconnect(receive, self._pace.turn(await measured_s(data), source))
             scope[READ_AT] = time.monotonic()
             return data
         finally:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvferry.protocol.errors import Overloaded
+from kvferry.protocol.errors import Cancelled, Overloaded
 from kvferry.router.api.bodies.parse_pacing import (
     COUNTED,
     CREDIT_S,
@@ -20,7 +20,10 @@ from kvferry.router.api.bodies.parse_pacing import (
     counted,
     measured_s,
 )
+from kvferry.router.api.bodies.reader import BodyReader
+from kvferry.router.request_context import CALL, RequestContext
 from tests.crowded import in_time
+from tests.waiting import until
 
 
 async def test_what_a_body_costs() -> None:
@@ -74,6 +77,49 @@ async def test_one_source_does_not_push_out_others() -> None:
     await asyncio.gather(*asked)
     assert order == ["a0", "b", "c", "a1", "a2", "a3", "a-huge"]
     await asyncio.wait_for(pace.turn(LONG_S / 2, "a"), 5)
+
+
+@pytest.mark.parametrize("body", [b"," * 2**24, b'"' + b"{" * 2**24 + b'"'])
+async def test_no_body_makes_others_wait_for_marks_that_are_not_parsed(body: bytes) -> None:
+    """Braces in a string are no objects, and a body of too many values is refused; neither turns others away."""
+    pace = ParsePacing()
+    await pace.turn(CREDIT_S, "a")
+    await pace.turn(await measured_s(body), "a")
+    other = asyncio.create_task(pace.turn(LONG_S, "b"))
+    await asyncio.sleep(0)
+    assert not other.done() or other.exception() is None
+    other.cancel()
+
+
+async def test_one_that_leaves_as_its_turn_comes_holds_up_no_other() -> None:
+    pace, loop = ParsePacing(), asyncio.get_running_loop()
+    await pace.turn(CREDIT_S + LONG_S, "a")
+    leaves, stays = (asyncio.create_task(pace.turn(LONG_S, name)) for name in "bc")
+    await asyncio.sleep(0)
+    loop.call_later(LONG_S / SHARE / 2, leaves.cancel)
+    time.sleep(2 * LONG_S / SHARE)  # noqa: ASYNC251 - both timers become due in one turn of the loop
+    await asyncio.wait_for(stays, 20)
+    assert leaves.cancelled()
+
+
+async def test_a_body_whose_client_leaves_does_not_wait_for_its_turn() -> None:
+    reader, leaves, parts = BodyReader(2**20), asyncio.Event(), [b"[" + b"1," * 2**17 + b"1]"]
+    scope = {"headers": (), CALL: RequestContext("a", 0.0, 0.0, "tenant")}
+
+    async def receive() -> dict[str, object]:
+        if parts:
+            return {"type": "http.request", "body": parts.pop()}
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    await reader._pace.turn(CREDIT_S + (PATIENCE_S - 1) * SHARE)
+    taking = asyncio.create_task(reader.take(scope, receive))
+    await until(lambda: reader._pace._waiting)
+    leaves.set()
+    with pytest.raises(Cancelled):
+        await asyncio.wait_for(taking, PATIENCE_S / 2)
+    assert not reader._held
+    assert not reader._pace._waiting
 
 
 def fastest_s(work: Callable[[], object]) -> float:

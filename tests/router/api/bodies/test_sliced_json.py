@@ -17,7 +17,8 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies import sliced_json
 from kvferry.router.api.bodies.completions import CompletionBody
 from kvferry.router.api.bodies.generating import ChatBody
-from kvferry.router.api.bodies.reader import MAX_VALUES, parse, parsed
+from kvferry.router.api.bodies.parse_pacing import MAX_VALUES
+from kvferry.router.api.bodies.reader import parse, parsed
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.sliced_json import MAX_DEPTH, MAX_FIELDS, Numbers, SlicedJson, TooManyObjects
 from kvferry.router.api.tokenization import DetokenizeBody
