@@ -9,7 +9,7 @@ import os
 import sys
 
 from kvferry.runtime.limits import available_cores
-from kvferry.runtime.tracing import TRACER, wanted
+from kvferry.runtime.tracing import TRACER, is_requested
 
 ERROR_PREFIX = "kvferry: error: "
 """Prefix of the stderr line that explains exit status 2; the supervisor looks for it in its children's output."""
@@ -55,7 +55,7 @@ def set_encoding() -> None:
 
 def set_up_traces(process: str) -> None:
     """Start tracing as service kvferry-`process` if OpenTelemetry's variables ask for it."""
-    if wanted(os.environ):
+    if is_requested(os.environ):
         TRACER.set_up(f"kvferry-{process}")
 
 

@@ -140,12 +140,12 @@ def _type(field: dataclasses.Field[Any]) -> Any:
     kind, meta = type(field.default), field.metadata
     if meta["choices"]:
         return click.Choice(meta["choices"])
-    if kind is int and (meta["least"], meta["most"]) != (None, None):
-        return click.IntRange(meta["least"], meta["most"])
+    if kind is int and (meta["min"], meta["max"]) != (None, None):
+        return click.IntRange(meta["min"], meta["max"])
     if kind is tuple:
         return str
     if kind is float:
-        return _Number(meta["least"], meta["most"])
+        return _Number(meta["min"], meta["max"])
     return kind
 
 

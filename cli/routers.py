@@ -59,7 +59,7 @@ async def serve_routers(settings: RouterSettings, program: Program = kvferry_pro
     ):
         shared = dataclasses.replace(settings, port=sock.getsockname()[1], workers_dir=folder)
         try:
-            await supervisor.watch(_live(supervisor, shared, program, show), stop.asked)
+            await supervisor.watch(_live(supervisor, shared, program, show), stop.requested)
         finally:
             await _end(supervisor, stop, settings.request_timeout + DRAIN_SPARE_S)
 
@@ -102,7 +102,7 @@ async def _end(supervisor: Supervisor, stop: StopSignal, drain_s: float) -> None
     """Drain all routers until they exit, or end them at once on `stop.hurry`."""
     ending = asyncio.create_task(supervisor.stop(drain_s + HURRY_S, drain_s))
     hurry = asyncio.create_task(stop.hurry.wait())
-    if not stop.asked.is_set():  # a router failed to start: skip the drain
+    if not stop.requested.is_set():  # a router failed to start: skip the drain
         stop.hurry.set()
     await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
     hurry.cancel()

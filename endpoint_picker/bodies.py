@@ -76,7 +76,7 @@ class PickedCompletion(PickedBody):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedPrompts:
     """Inputs of a request to placement.
 
     body     its fields
@@ -111,7 +111,7 @@ def read_body(path: str, data: bytes) -> PickedBody:
     return PickedBody(model=named.model)
 
 
-async def read_prompts(body: PickedBody, data: bytes, pool: ServedModel, tenant: str) -> Asked:
+async def read_prompts(body: PickedBody, data: bytes, pool: ServedModel, tenant: str) -> ParsedPrompts:
     """Return the body with its prompts as token ids, rendered and encoded as the router does.
 
     A prompt that the router's text side cannot render, such as one with images, is placed by its length: the engine may
@@ -128,10 +128,10 @@ async def read_prompts(body: PickedBody, data: bytes, pool: ServedModel, tenant:
     for prompt in prompts:
         pool.check_ids(prompt, body.prompt_field)
     tokens = sum(map(len, prompts)) or max(1, min(len(data) // TOKEN_BYTES, pool.max_model_len - 1))
-    return Asked(body, prompts, tokens)
+    return ParsedPrompts(body, prompts, tokens)
 
 
 async def _rendered(body: PickedBody, size: int, pool: ServedModel, tenant: str) -> list[Prompt]:
     """Return the prompts as texts or token ids; size: of the body in bytes."""
-    asked = body.texts(pool.text) if size < LONG_CHARS else await pool.encoder.beside(body.texts, pool.text, of=size)
-    return [await pool.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in asked]
+    rendered = body.texts(pool.text) if size < LONG_CHARS else await pool.encoder.beside(body.texts, pool.text, of=size)
+    return [await pool.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in rendered]

@@ -17,7 +17,7 @@ from kvferry.endpoint_picker.ext_proc import BodyMode
 from kvferry.endpoint_picker.incoming import Incoming, IncomingBody, ProtocolError
 from kvferry.endpoint_picker.objectives import Objectives
 from kvferry.endpoint_picker.pick import Pick
-from kvferry.endpoint_picker.picker import Wanted
+from kvferry.endpoint_picker.picker import PickRequest
 from kvferry.endpoint_picker.request_head import RequestHead, served_endpoint, status_of
 from kvferry.endpoint_picker.response_meter import ResponseMeter
 from kvferry.endpoint_picker.services import Services
@@ -138,14 +138,14 @@ class Exchange:
         objectives = Objectives.of(head.headers)
         admitted.identify(objectives.applied(admitted.prefer(body, session=objectives.flow)))
         call = admitted.call
-        asked = await read_prompts(body, data or b"", pool, call.tenant)
-        await admitted.turn(pool.turns, asked.size)
-        self._tokens, self._sequences = asked.tokens, asked.size.sequences
-        wanted = Wanted(
-            asked.prompts, asked.tokens, asked.size.sequences, body.cache_salt or "", pool.adapter[1], head.subset,
+        parsed = await read_prompts(body, data or b"", pool, call.tenant)
+        await admitted.turn(pool.turns, parsed.size)
+        self._tokens, self._sequences = parsed.tokens, parsed.size.sequences
+        pick_request = PickRequest(
+            parsed.prompts, parsed.tokens, parsed.size.sequences, body.cache_salt or "", pool.adapter[1], head.subset,
             call.itl_s, lambda: min(call.deadline, call.first_by) - time.monotonic(),
         )  # fmt: skip
-        self._pick = await services.pickers[pool.text.name].pick(wanted)
+        self._pick = await services.pickers[pool.text.name].pick(pick_request)
         return self._pick
 
     async def _answer(self, head: RequestHead, pick: Pick, data: bytes | None, body: IncomingBody | None) -> None:

@@ -90,7 +90,7 @@ async def run_epp(settings: EppSettings, secrets: ClusterSecrets, store: Store, 
         log.info("endpoint picker ready at %s", address)
         gc.freeze()
         SupervisorStatus.from_fd(settings.status_fd).ready(f"grpc://{address}", model=texts[0].name)
-        await stop.asked.wait()
+        await stop.requested.wait()
         await states.drain()
         await _waited(stop, settings.drain_delay)
         ending = asyncio.create_task(server.stop(settings.request_timeout))
@@ -120,7 +120,7 @@ async def _metrics_server(
     """Serve /metrics, /health and /ready over HTTP until the end of the block.
 
     With tenants, the metrics show none of them."""
-    app: FastAPI = make_app(lambda: (200, {"status": "ok"}), states.why)
+    app: FastAPI = make_app(lambda: (200, {"status": "ok"}), states.unready_reason)
 
     @app.get("/metrics")
     async def scrape() -> Response:

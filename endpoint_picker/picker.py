@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PickRequest:
     """Request to place.
 
     prompts    token ids of each prompt; empty if they are unknown
@@ -66,35 +66,35 @@ class Picker:
         self._metrics, self._fallbacks = metrics, fallbacks
         self._remembered = Remembered()
 
-    async def pick(self, wanted: Wanted) -> Pick:
+    async def pick(self, request: PickRequest) -> Pick:
         """Return the endpoints of a request, booked on the first; the caller must call `end`.
 
         While no node can take it, it waits for at most the cluster's queue timeout. Raises NoNodes, Overloaded,
         ContextLengthExceeded; at once NoNodes if no endpoint is allowed, and TargetMissed."""
-        patience, who = Backoff(self.cluster.patience_s), object()
+        backoff, waiter = Backoff(self.cluster.patience_s), object()
         try:
             while True:
-                hashes = self._hashes(wanted)
+                hashes = self._hashes(request)
                 held = await self._held(hashes)
                 try:
-                    return self._place(wanted, hashes, held)
+                    return self._place(request, hashes, held)
                 except (NoNodes, Overloaded) as error:
                     if isinstance(error, TargetMissed):
                         raise
-                    if isinstance(error, Overloaded) and not self.cluster.held.takes(who):
+                    if isinstance(error, Overloaded) and not self.cluster.held.takes(waiter):
                         raise
-                    if not self._allowed(wanted) or patience.over(wanted.left_s()):
+                    if not self._allowed(request) or backoff.over(request.left_s()):
                         raise
-                self.cluster.held.enter(who, wanted.tokens)
-                await asyncio.sleep(patience.pause_s())
+                self.cluster.held.enter(waiter, request.tokens)
+                await asyncio.sleep(backoff.pause_s())
         finally:
-            self.cluster.held.leave(who)
+            self.cluster.held.leave(waiter)
 
-    def _hashes(self, wanted: Wanted) -> dict[str, list[bytes]]:
+    def _hashes(self, request: PickRequest) -> dict[str, list[bytes]]:
         """Return the block hashes of the first prompt, by fingerprint of the nodes."""
-        if not wanted.prompts:
+        if not request.prompts:
             return {}
-        ids, names = wanted.prompts[0], (wanted.namespace, wanted.adapter)
+        ids, names = request.prompts[0], (request.namespace, request.adapter)
         groups = self.cluster.model.groups
         return {each.fingerprint: chain(root_hash(each.fingerprint, *names), ids, each.block_size) for each in groups}
 
@@ -117,22 +117,22 @@ class Picker:
             if lease.fingerprint == fingerprint and "kv_events" not in lease.guarantees
         }
 
-    def _allowed(self, wanted: Wanted) -> dict[NodeKey, str]:
+    def _allowed(self, request: PickRequest) -> dict[NodeKey, str]:
         """Return the endpoints of the nodes to which the request may go."""
         found = {entry.key: endpoint_of(entry.lease.engine_url) for entry in self.cluster.model.members}
-        return {key: endpoint for key, endpoint in found.items() if endpoint and _within(endpoint, wanted.subset)}
+        return {key: endpoint for key, endpoint in found.items() if endpoint and _within(endpoint, request.subset)}
 
     def _place(
-        self, wanted: Wanted, hashes: Mapping[str, Sequence[bytes]], held: Mapping[str, Mapping[str, int]]
+        self, request: PickRequest, hashes: Mapping[str, Sequence[bytes]], held: Mapping[str, Mapping[str, int]]
     ) -> Pick:
         """Place and book a request, without an await in between."""
-        cluster, endpoints = self.cluster, self._allowed(wanted)
+        cluster, endpoints = self.cluster, self._allowed(request)
         if not endpoints:
             raise no_nodes(cluster.model.name.first)
         others = frozenset(entry.key for entry in cluster.model.members if entry.key not in endpoints)
-        demand = Demand(wanted.longest, excluded=others, adapter=wanted.adapter, local_only=True, itl_s=wanted.itl_s)
+        demand = Demand(request.longest, excluded=others, adapter=request.adapter, local_only=True, itl_s=request.itl_s)
         placement = cluster.place(demand, held)
-        if (late_s := placement.promised_s - wanted.left_s()) > 0:
+        if (late_s := placement.promised_s - request.left_s()) > 0:
             raise too_late(late_s)
         chosen = [self._entry(placement)]
         with contextlib.suppress(NoNodes, Overloaded):
@@ -140,10 +140,10 @@ class Picker:
                 tried = demand.excluded | {entry.key for entry in chosen}
                 chosen.append(self._entry(cluster.place(replace(demand, excluded=tried), held)))
         self._metrics.placements.labels("local").inc()
-        sizes = [len(prompt) for prompt in wanted.prompts] or [wanted.tokens]
-        copies = max(1, wanted.sequences // len(sizes))
+        sizes = [len(prompt) for prompt in request.prompts] or [request.tokens]
+        copies = max(1, request.sequences // len(sizes))
         blocks = sum(blocks_for(size + 1, chosen[0].lease.block_size) for size in sizes) * copies
-        uncached = max(0, wanted.tokens - placement.cached_len)
+        uncached = max(0, request.tokens - placement.cached_len)
         nodes = [(entry, endpoints[entry.key]) for entry in chosen]
         return Pick(cluster, self._remembered, nodes, hashes, placement.cached_len, uncached, blocks)
 

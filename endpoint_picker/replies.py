@@ -21,12 +21,12 @@ CHUNK_BYTES = 62 * 1024
 
 def header_placed(endpoints: Sequence[str]) -> Any:
     """Return the answer to a request's head that sends it to these endpoints."""
-    return _told(ProcessingResponse(request_headers={"response": _destination(endpoints)}), endpoints)
+    return _with_metadata(ProcessingResponse(request_headers={"response": _destination(endpoints)}), endpoints)
 
 
 def body_placed(endpoints: Sequence[str]) -> Any:
     """Return the answer to a request's buffered body that sends it, unchanged, to these endpoints."""
-    return _told(ProcessingResponse(request_body={"response": _destination(endpoints)}), endpoints)
+    return _with_metadata(ProcessingResponse(request_body={"response": _destination(endpoints)}), endpoints)
 
 
 def echoed(phase: str, data: bytes, *, last: bool) -> Iterator[Any]:
@@ -69,7 +69,7 @@ def _destination(endpoints: Sequence[str]) -> Any:
     return common
 
 
-def _told(response: Any, endpoints: Sequence[str]) -> Any:
+def _with_metadata(response: Any, endpoints: Sequence[str]) -> Any:
     response.dynamic_metadata.update({NAMESPACE: {DESTINATION: ",".join(endpoints)}})
     return response
 

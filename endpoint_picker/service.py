@@ -25,7 +25,7 @@ READY_SERVICES = ("", "readiness", METHOD[0])
 """Health services that report whether requests are accepted."""
 LIVENESS = "liveness"
 """Health service that reports whether the process runs."""
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 """Interval between checks of readiness, in seconds."""
 KEEPALIVE_S = 20.0
 """Silence of a gateway's connection after which a keepalive ping is sent, in seconds."""
@@ -75,7 +75,7 @@ class HealthStates:
         await self.servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         while True:
             await self.show()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def drain(self) -> None:
         """Show that no requests are accepted any more."""
@@ -84,15 +84,15 @@ class HealthStates:
 
     async def show(self) -> None:
         """Update the states after a change."""
-        why = self.why()
-        if why == self._shown:
+        unready_reason = self.unready_reason()
+        if unready_reason == self._shown:
             return
-        self._shown = why
+        self._shown = unready_reason
         states = health_pb2.HealthCheckResponse
         for name in READY_SERVICES:
-            await self.servicer.set(name, states.NOT_SERVING if why else states.SERVING)
+            await self.servicer.set(name, states.NOT_SERVING if unready_reason else states.SERVING)
 
-    def why(self) -> str:
+    def unready_reason(self) -> str:
         """Return why no requests are accepted; empty if they are."""
         return "it is draining" if self.draining else self._trouble()
 

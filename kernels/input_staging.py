@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 _ALIGNED = 16
-_LEAST = 1 << 16
+_MIN_BYTES = 1 << 16
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
@@ -57,7 +57,7 @@ class Staging:
         return [self._view(start, array) for start, array in zip(starts, arrays, strict=True)]
 
     def _grow(self, host: _Host, size: int) -> None:
-        room = max(_LEAST, 1 << (size - 1).bit_length())
+        room = max(_MIN_BYTES, 1 << (size - 1).bit_length())
         if size > len(host.bytes):
             host.bytes = torch.empty(room, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         if size > len(self._there):

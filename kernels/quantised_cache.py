@@ -11,7 +11,7 @@ from kvferry.protocol.layout import SCALE_BYTES
 FP8 = torch.float8_e4m3fn
 PEAKS = {torch.int8: 127, FP8: 448}
 """Largest number of each 8-bit dtype."""
-_LEAST = torch.finfo(torch.float32).tiny
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def vector_width(dim: int, dtype: torch.dtype) -> int:
@@ -21,7 +21,7 @@ def vector_width(dim: int, dtype: torch.dtype) -> int:
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return [..., dim + 4] for x [..., dim], each number rounded to nearest, ties to even."""
-    scale = (x.abs().amax(-1, keepdim=True).float() / PEAKS[dtype]).clamp_(min=_LEAST)
+    scale = (x.abs().amax(-1, keepdim=True).float() / PEAKS[dtype]).clamp_(min=_TINY)
     numbers = x.float() / scale
     codes = (numbers.round_() if dtype == torch.int8 else numbers).to(dtype)
     return torch.cat((as_bytes(codes), scale.view(torch.int8)), -1).view(dtype)

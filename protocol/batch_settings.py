@@ -22,15 +22,15 @@ class BatchSettings(MediaSettings):
     files_ttl: float = setting(
         2_592_000.0,
         "seconds for which Redis keeps a file or batch (30 days); a disk keeps them until deleted",
-        least=60,
+        min=60,
     )
     data_dir: str = setting(
         "~/.local/state/kvferry",
         "directory of clients' files and batches and of the last known nodes, with a subdirectory per --cluster",
     )
-    files_mib: int = setting(1024, "MiB of stored files per tenant, and of one upload", least=1)
+    files_mib: int = setting(1024, "MiB of stored files per tenant, and of one upload", min=1)
     batch_rows: int = setting(
-        16, "requests of batches in progress; one fewer for each live request, but at least one", least=1
+        16, "requests of batches in progress; one fewer for each live request, but at least one", min=1
     )
 
     @property

@@ -12,20 +12,18 @@ from kvferry.protocol.settings import RouterSettings
 class EppSettings(RouterSettings):
     """Settings of `kvferry epp`: those of a router that concern placement, and the ports of an endpoint picker."""
 
-    port: int = setting(
-        9002, "gRPC port for Envoy's external processing; 0 lets the kernel choose", least=0, most=65535
-    )
+    port: int = setting(9002, "gRPC port for Envoy's external processing; 0 lets the kernel choose", min=0, max=65535)
     health_port: int = setting(
-        9003, "gRPC port for health checks, without TLS; 0 lets the kernel choose", least=0, most=65535
+        9003, "gRPC port for health checks, without TLS; 0 lets the kernel choose", min=0, max=65535
     )
     metrics_port: int = setting(
-        9090, "HTTP port of /metrics, /health and /ready, without TLS; 0 lets the kernel choose", least=0, most=65535
+        9090, "HTTP port of /metrics, /health and /ready, without TLS; 0 lets the kernel choose", min=0, max=65535
     )
     fallback_endpoints: int = setting(
-        1, "further endpoints named for each request, which the gateway tries if the first fails", least=0, most=16
+        1, "further endpoints named for each request, which the gateway tries if the first fails", min=0, max=16
     )
     drain_delay: float = setting(
-        5.0, "seconds after SIGTERM in which new requests are still accepted, while gateways learn of it", least=0
+        5.0, "seconds after SIGTERM in which new requests are still accepted, while gateways learn of it", min=0
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvferry.protocol.scale_out_settings import ScaleOutSettings
 from kvferry.protocol.setting import setting
 
-MOST_HOSTS = 64
+MAX_HOSTS = 64
 """Maximum number of hosts of one node."""
 
 
@@ -18,21 +18,21 @@ class HostSettings(ScaleOutSettings):
     tensor_parallel_size: int = setting(
         1,
         "ranks per node: processes, one per GPU where there are GPUs, each with a part of every layer and KV block",
-        least=1,
-        most=64,
+        min=1,
+        max=64,
         short="-tp",
     )
     nnodes: int = setting(
         1,
         "hosts that share a node's ranks; each has --tensor-parallel-size / --nnodes of them",
-        least=1,
-        most=MOST_HOSTS,
+        min=1,
+        max=MAX_HOSTS,
     )
     node_rank: int = setting(
-        0, "number of this host, below --nnodes; host 0 serves, the others compute for it", least=0, most=MOST_HOSTS - 1
+        0, "number of this host, below --nnodes; host 0 serves, the others compute for it", min=0, max=MAX_HOSTS - 1
     )
     master_addr: str = setting("", "address of host 0, at which the other hosts of the node join it")
-    master_port: int = setting(29500, "port on which host 0 listens for the other hosts", least=1, most=65535)
+    master_port: int = setting(29500, "port on which host 0 listens for the other hosts", min=1, max=65535)
 
     @property
     def ranks_per_host(self) -> int:

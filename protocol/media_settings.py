@@ -33,5 +33,5 @@ class NodeMediaSettings(CommonSettings):
     )
     mm_processor_cache_gb: float = setting(
         0.25, "GB of the model's representations of images and audio that each node keeps for prompts to come; 0: none",
-        least=0, most=2**20,
+        min=0, max=2**20,
     )  # fmt: skip

@@ -14,9 +14,9 @@ class NodeSettings(CommonSettings):
 
     role: str = setting("decode", "role of the node", choices=("prefill", "decode"))
     node_id: str = setting("", "stable name of the node; default: role, host name and port")
-    port: int = setting(0, "HTTP port; 0 lets the kernel choose", least=0, most=65535)
+    port: int = setting(0, "HTTP port; 0 lets the kernel choose", min=0, max=65535)
     advertise_host: str = setting("", "address at which other processes reach this one; default: --host")
-    drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", least=0)
+    drain_timeout: float = setting(30.0, "seconds running requests may take to finish after SIGTERM", min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class EngineSettings(CommonSettings):
     engine_revision: str = setting(
         "", "name of the weights' version; nodes of one model continue each other's streams only if it is the same"
     )
-    engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", least=0)
+    engine_timeout: float = setting(600.0, "seconds to wait for the engine to be ready", min=0)
     engine_modalities: str = setting(
         "auto",
         "images, audio and video in prompts; auto: as measured when the node joins, none: only text",
@@ -56,10 +56,10 @@ class EngineSettings(CommonSettings):
     kv_lease: float = setting(
         30.0,
         "seconds for which a prefill engine keeps blocks that were not fetched (kv_lease_duration)",
-        least=0.1,
+        min=0.1,
     )
     kv_bytes_per_token: int = setting(
-        0, "bytes of a token's K and V in the engine, to price transfers; 0: from the model's config.json", least=0
+        0, "bytes of a token's K and V in the engine, to price transfers; 0: from the model's config.json", min=0
     )
 
 
@@ -79,13 +79,13 @@ class AdapterSettings(NodeSettings, EngineSettings):
     decode_graphs_gb: float = setting(
         0.0,
         "GB of GPU memory that an elastic engine needs for CUDA graphs before it decodes; 0: the engine's own default",
-        least=0,
+        min=0,
     )
     canary_rate: float = setting(
         0.0,
         "share of transferred prompts that a decode engine computes itself to compare tokens, 0 to 1; 0: none",
-        least=0,
-        most=1,
+        min=0,
+        max=1,
     )
     worker_ca_certs: str = setting("", "PEM file of authorities that sign decode adapters' certificates")
     worker_server_name: str = setting("", "name that decode adapters' certificates must carry; default: their host")
@@ -103,7 +103,7 @@ class AttachSettings(EngineSettings):
     attach: tuple[str, ...] = setting((), "URL of an engine server that runs already, repeatable; none is started then")
     engine_python: str = setting("python3", "interpreter that has the engine installed; llamacpp: its llama-server")
     prefill_engines: int = setting(
-        0, "engines, the first of --attach, that compute prompts for the others by NIXL (vLLM only)", least=0
+        0, "engines, the first of --attach, that compute prompts for the others by NIXL (vLLM only)", min=0
     )
     engine_args: str = setting("", "further arguments for each engine that is started, as in a shell")
 
@@ -115,6 +115,6 @@ class LocalSettings(AttachSettings):
     routers: int = setting(
         1,
         "routers with ports of their own, from --port on; streams of one that dies continue at another",
-        least=1,
-        most=16,
+        min=1,
+        max=16,
     )

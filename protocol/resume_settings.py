@@ -13,13 +13,13 @@ class ResumeSettings(CommonSettings):
     """Settings of a router about streams that clients resume."""
 
     resume_window: float = setting(
-        60.0, "seconds after a break or an end for which clients can resume an answer; 0: off", least=0
+        60.0, "seconds after a break or an end for which clients can resume an answer; 0: off", min=0
     )
     resume_record_kib: int = setting(
         1024,
         "largest request with its tokens that is recorded for resumption, in KiB; larger ones run without",
-        least=1,
+        min=1,
     )
     resume_store_mib: int = setting(
-        64, "MiB of recorded requests per tenant; those that expire first are evicted first", least=1
+        64, "MiB of recorded requests per tenant; those that expire first are evicted first", min=1
     )

@@ -20,7 +20,7 @@ class ScaleOutSettings(SpeechSettings):
         "API key of that API, sent as a bearer token in place of the cluster secret; pass it by the environment "
         "variable, which other users cannot see",
     )
-    scale_out_timeout: float = setting(600.0, "seconds that a request of that API may take at most", least=0.001)
+    scale_out_timeout: float = setting(600.0, "seconds that a request of that API may take at most", min=0.001)
     kv_events_config: str = setting(
         "",
         "KV events over ZeroMQ in vLLM's form, as a JSON object: enable_kv_cache_events, publisher, endpoint, "

@@ -11,8 +11,8 @@ def setting(
     help: str,
     *,
     choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
+    min: float | None = None,
+    max: float | None = None,
     hidden: bool = False,
     former: str = "",
     short: str = "",
@@ -22,9 +22,10 @@ def setting(
     A tuple is a flag that may be repeated, and a variable with spaces between its values.
 
     choices       the allowed words, if only certain words are allowed
-    least, most   inclusive bounds of a number
+    min, max      inclusive bounds of a number
     hidden        set by the supervisor, not by people: help and README omit it
     former        an earlier name, which still works
     short         a second flag of few letters"""
-    told = {"help": help, "choices": choices, "least": least, "most": most, "hidden": hidden}
-    return field(default=default, metadata={**told, "former": former, "short": short})
+    bounds = {"min": min, "max": max}
+    more = {"choices": choices, "hidden": hidden, "former": former, "short": short}
+    return field(default=default, metadata={"help": help, **bounds, **more})

@@ -13,5 +13,5 @@ class SpeechSettings(NodeSettings):
     """Settings of a node whose model is Whisper."""
 
     max_audio_seconds: float = setting(
-        14_400.0, "longest audio file that is transcribed, in seconds; longer ones get 400", least=1
+        14_400.0, "longest audio file that is transcribed, in seconds; longer ones get 400", min=1
     )

@@ -224,7 +224,7 @@ async def _serve_until_stopped(
     """Return when the server has ended, with `last` open from the stop signal on.
 
     It ends by itself after its last request, or HURRY_S after a second signal."""
-    stopping = asyncio.create_task(stop.asked.wait())
+    stopping = asyncio.create_task(stop.requested.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if serving.done():

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from xxhash import xxh3_64_intdigest
 
-LEAST_BYTES = 241
+MIN_BYTES = 241
 KIB = 1024
 """Bytes of a KiB."""
 WORDS, LANES, STRIPES = 128, 8, 16
@@ -88,7 +88,7 @@ def digests(blocks: Sequence[torch.Tensor]) -> list[int]:
     Small blocks, and sizes that are not multiples of 8, are hashed on the host. Waits for the device's current
     stream."""
     size = blocks[0].numel()
-    if size < LEAST_BYTES or size % 8:
+    if size < MIN_BYTES or size % 8:
         return [xxh3_64_intdigest(block.cpu().numpy().data) for block in blocks]
     return [_merged([lane & MASK for lane in lanes], size) for lanes in accumulated(blocks).tolist()]
 

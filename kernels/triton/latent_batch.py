@@ -1,7 +1,7 @@
 """LatentBatch: attention over cached latents (MLA) on Triton; absorbed for decodes, expanded for chunks.
 
 Decodes and short chunks attend in latent space, token by token. Longer chunks attend to expanded keys and values, for
-as many heads at once as MOST_BYTES allows."""
+as many heads at once as MAX_BYTES allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvferry.kernels.triton.split_kv import Division
 from kvferry.kernels.triton.tile_sizes import LATENT_PARTS, Tile, amd_tile, latent_tile, prefill_tile, spare_parts
 from kvferry.protocol.layout import blocks_for
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Limit of expanded keys and values in memory, but at least one head's. Intermediate results take up to twice that."""
 
 
@@ -106,7 +106,7 @@ def heads_at_once(positions: int, q: torch.Tensor, own: Latent) -> int:
     """Return for how many heads the keys and values of `positions` positions are expanded at once."""
     heads = q.shape[1]
     each = positions * 2 * max(own.rotated + own.plain, own.value) * q.element_size()
-    parts = -(-heads // max(1, MOST_BYTES // each))
+    parts = -(-heads // max(1, MAX_BYTES // each))
     return -(-heads // parts)
 
 

@@ -19,7 +19,7 @@ from kvferry.kernels.logit_adjustments import Adjusted, Adjustments
 _TILE = 4096
 _BLOCK = 128
 _SEEN = tl.constexpr(-(1 << 31))
-_LEAST = 8
+_MIN_ROWS = 8
 """Rows of the table at first."""
 COLUMNS = 10
 """32-bit numbers per adjusted row.
@@ -98,8 +98,8 @@ class Adjuster:
 
     def __init__(self, device: torch.device, vocab: int) -> None:
         self._vocab, self._staging = vocab, Staging(device)
-        self._counts = torch.zeros(_LEAST, vocab, dtype=torch.int32, device=device)
-        self._free = list(range(_LEAST))
+        self._counts = torch.zeros(_MIN_ROWS, vocab, dtype=torch.int32, device=device)
+        self._free = list(range(_MIN_ROWS))
         self._places: WeakKeyDictionary[Adjustments, _Place] = WeakKeyDictionary()
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Adjusted], drawn: torch.Tensor | None = None) -> None:

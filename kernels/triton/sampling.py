@@ -18,9 +18,9 @@ from kvferry.kernels.token_masks import Masks
 from kvferry.protocol.sampling import SamplingParams
 
 _TILE = 4096
-_MOST_TILES = 256
+_MAX_TILES = 256
 """Maximum number of tiles of a vocabulary: a byte holds a tile's number."""
-_LEAST = tl.constexpr(-(1 << 31))
+_LOWEST = tl.constexpr(-(1 << 31))
 _NONE = tl.constexpr(-1)
 _MARGIN = tl.constexpr(1.0001)
 """Factor by which the mass of the lanes' largest values must exceed the wanted one, for rounding in another order."""
@@ -48,9 +48,9 @@ def weight_of(value, best, MASS: tl.constexpr):
 
 @triton.jit
 def search_lanes(peak, live, best, wanted, MASS: tl.constexpr):
-    """Return the largest threshold above which the values [TILE] have the wanted weight, int64; _LEAST if none has."""
+    """Return the largest threshold above which the values [TILE] have the wanted weight, int64; _LOWEST if none has."""
     rank, weight = order(peak), weight_of(peak, best, MASS)
-    found = _LEAST + tl.full([], 0, tl.int64)
+    found = _LOWEST + tl.full([], 0, tl.int64)
     for bit in range(32):
         tried = found + (tl.full([], 1, tl.int64) << (31 - bit))
         sum = tl.sum(tl.where(live & (rank >= tried.to(tl.int32)), weight, 0.0), 0)
@@ -63,7 +63,7 @@ def search(values, lane, held, depth, first, best, wanted, MASS: tl.constexpr, T
     """Search as `search_lanes` does, over all values of the lanes, two bits of the threshold a pass.
 
     A lane's values are values[lane], values[TILE + lane], .., as long as their order is not below `first`."""
-    found = _LEAST + tl.full([], 0, tl.int64)
+    found = _LOWEST + tl.full([], 0, tl.int64)
     for pair in range(16):
         step = tl.full([], 1, tl.int64) << (30 - 2 * pair)
         low, middle, high = (
@@ -190,7 +190,7 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
             held, depth = moved, tl.max(moved, 0)
             tl.debug_barrier()
             if top_k < vocab:
-                kth = search(logits, lane, held, depth, _LEAST, best, top_k.to(tl.float32), False, TILE)
+                kth = search(logits, lane, held, depth, _LOWEST, best, top_k.to(tl.float32), False, TILE)
                 least = tl.maximum(least, kth)
                 total = mass_of(logits, lane, held, depth, least.to(tl.int32), best, TILE)
             if top_p < 1.0:
@@ -239,7 +239,7 @@ def draw(
     """Implement `Ops.draw`."""
     logits = logits.contiguous()
     count, vocab = logits.shape
-    assert vocab <= _MOST_TILES * _TILE
+    assert vocab <= _MAX_TILES * _TILE
     (table,) = staging.put([table_of(params, keys, masks, vocab)])
     out = torch.empty(count, dtype=torch.int64, device=logits.device)
     tiles = torch.empty(logits.shape, dtype=torch.uint8, device=logits.device)

@@ -19,13 +19,13 @@ SPAN = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["num_seqs", "spare", "window"])
 def divide_kernel(
-    total_len, items, spans, num_seqs, spare, window, KEYS: tl.constexpr, LEAST: tl.constexpr, SEQS: tl.constexpr
+    total_len, items, spans, num_seqs, spare, window, KEYS: tl.constexpr, MIN_TILES: tl.constexpr, SEQS: tl.constexpr
 ):
     """Single program: divide the sequences.
 
-    items: int32 [1 + parts, ITEM], the number of parts first. spans: int32 [num_seqs, SPAN]. A part has at least LEAST
-    tiles of KEYS positions. All parts have the same number of tiles, the least for which `spare` parts beyond one per
-    sequence are enough; num_seqs + spare parts bound the roundings up."""
+    items: int32 [1 + parts, ITEM], the number of parts first. spans: int32 [num_seqs, SPAN]. A part has at least
+    MIN_TILES tiles of KEYS positions. All parts have the same number of tiles, the fewest for which `spare` parts
+    beyond one per sequence are enough; num_seqs + spare parts bound the roundings up."""
     seq = tl.arange(0, SEQS)
     live = seq < num_seqs
     length = tl.load(total_len + seq, mask=live, other=0)
@@ -33,8 +33,8 @@ def divide_kernel(
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     first = tl.where(window < 0, tl.maximum(length - 1, 0) // chunk * chunk, first)
     tiles = tl.cdiv(length - first, KEYS)
-    most = tl.maximum(tl.cdiv(tl.sum(tiles, 0), spare), LEAST)
-    parts = tl.cdiv(tiles, most)
+    tiles_per_part = tl.maximum(tl.cdiv(tl.sum(tiles, 0), spare), MIN_TILES)
+    parts = tl.cdiv(tiles, tiles_per_part)
     share = tl.cdiv(tiles, tl.maximum(parts, 1))
     parts = tl.cdiv(tiles, tl.maximum(share, 1))
     before = tl.cumsum(parts, 0) - parts
@@ -124,7 +124,7 @@ class Division:
         self.spans = torch.empty((num_seqs, SPAN.value), dtype=torch.int32, device=total_len.device)
         divide_kernel[(1,)](
             total_len, self.items, self.spans, num_seqs, spare, window,
-            KEYS=keys, LEAST=MIN_TILES_PER_PART, SEQS=power_of_two(num_seqs, 16), num_warps=4,
+            KEYS=keys, MIN_TILES=MIN_TILES_PER_PART, SEQS=power_of_two(num_seqs, 16), num_warps=4,
         )  # fmt: skip
 
     def partial(self, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -153,7 +153,9 @@ class AdmittedRequest:
     def over(self, status: int) -> None:
         """End the request's span after its answer."""
         used = self._used()
-        self._span.tell(status=status, prompt_tokens=used.prompt, cached_tokens=used.cached, output_tokens=used.output)
+        self._span.set_attributes(
+            status=status, prompt_tokens=used.prompt, cached_tokens=used.cached, output_tokens=used.output
+        )
         self._span.end("" if status < 500 else str(status))
 
     def refused(self, error: KvferryError) -> None:

@@ -64,7 +64,7 @@ class Attempt:
     ) -> None:
         self._span = TRACER.start("attempt", job.trace, number=job.attempt, expected_cached=placement.cached_len)
         names = [node.node_id if node else "" for node in (placement.prefill, placement.decode)]
-        self._span.tell(prefill=names[0], decode=names[1])
+        self._span.set_attributes(prefill=names[0], decode=names[1])
         self.job = job if self._span.trace == job.trace else replaced(job, trace=self._span.trace)
         self.placement = placement
         self._post, self._breakers, self._client, self._background_calls = post, breakers, client, background_calls

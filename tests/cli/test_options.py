@@ -31,7 +31,7 @@ def parse(cls: type, argv: list[str], env: dict[str, str] | None = None, fixed: 
 
 
 def values(field: dataclasses.Field) -> st.SearchStrategy:
-    least, most = field.metadata["least"], field.metadata["most"]
+    least, most = field.metadata["min"], field.metadata["max"]
     if field.metadata["choices"]:
         return st.sampled_from(field.metadata["choices"])
     if isinstance(field.default, bool):
@@ -67,7 +67,7 @@ def test_every_setting_can_come_from_its_variable():
     for field in dataclasses.fields(WorkerSettings):
         kind = type(field.default)
         value: Any = {bool: not field.default, int: 1, float: 0.5, str: "x", tuple: ("x", "y")}[kind]
-        value = max(value, field.metadata["least"] or 0.0) if kind is float else value
+        value = max(value, field.metadata["min"] or 0.0) if kind is float else value
         value = field.metadata["choices"][0] if field.metadata["choices"] else value
         text = " ".join(value) if isinstance(value, tuple) else str(value)
         settings = parse(WorkerSettings, [], {variable(field.name): text})

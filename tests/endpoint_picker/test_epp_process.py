@@ -89,7 +89,7 @@ async def process(bench: Bench, **settings: Any) -> AsyncIterator[Process]:
         await made.ready()
         yield made
     finally:
-        made.stop.ask(signal.SIGINT)
+        made.stop.handle(signal.SIGINT)
         await made.run
         await made.channel.close()
         await made.health.close()
@@ -106,7 +106,7 @@ async def test_health_follows_the_registry() -> None:
         await made.ready()
         for channel in (made.health, made.channel):
             assert await made.states(channel) == dict.fromkeys(ALL, SERVING)
-        made.stop.ask(signal.SIGINT)
+        made.stop.handle(signal.SIGINT)
         await run
 
 
@@ -125,7 +125,7 @@ async def test_sigterm_says_so_first_then_lets_requests_finish() -> None:
     async with Bench([engine("e1")]) as bench, process(bench, drain_delay=0.6) as made:
         running = await made.ask()
         await running.begin()
-        made.stop.ask(signal.SIGTERM)
+        made.stop.handle(signal.SIGTERM)
         await asyncio.sleep(0.1)
         assert await made.states() == {**dict.fromkeys(READY, NOT_SERVING), "liveness": SERVING}
         late = await made.ask()  # from a gateway that did not hear of it yet
@@ -144,8 +144,8 @@ async def test_sigterm_says_so_first_then_lets_requests_finish() -> None:
 async def test_a_second_signal_ends_it() -> None:
     async with Bench([engine("e1")]) as bench, process(bench, drain_delay=60.0) as made:
         await made.ask()
-        made.stop.ask(signal.SIGTERM)
-        made.stop.ask(signal.SIGTERM)
+        made.stop.handle(signal.SIGTERM)
+        made.stop.handle(signal.SIGTERM)
         await asyncio.wait_for(asyncio.shield(made.run), HURRY_S + 5)
 
 

@@ -65,7 +65,7 @@ def test_keys_and_values_are_made_of_as_many_heads_as_have_room(
         assert pages.numel() * pages.element_size() <= room or pages.shape[2] == 1
         prefill(q, pages, *rest)
 
-    monkeypatch.setattr(latent_batch, "MOST_BYTES", most)
+    monkeypatch.setattr(latent_batch, "MAX_BYTES", most)
     monkeypatch.setattr(latent_batch, "prefill", seen)
     case = Case("prompts", torch.float32)
     wanted = case.wanted(torch.float32)

@@ -20,10 +20,10 @@ def test_every_field_has_a_default_that_fits_its_own_metadata_and_help(cls: type
         assert meta["help"], field.name
         assert not meta["help"].endswith("."), field.name
         assert not meta["choices"] or field.default in meta["choices"], field.name
-        if meta["least"] is not None:
-            assert meta["least"] <= field.default, field.name
-        if meta["most"] is not None:
-            assert field.default <= meta["most"], field.name
+        if meta["min"] is not None:
+            assert meta["min"] <= field.default, field.name
+        if meta["max"] is not None:
+            assert field.default <= meta["max"], field.name
 
 
 @pytest.mark.parametrize("cls", CLASSES)
