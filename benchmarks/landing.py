@@ -30,7 +30,7 @@ from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.protocol.work import Generate
-from kvferry.runtime.thread_priority import give_way
+from kvferry.runtime.thread_priority import lower_priority
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.link_factory import LINK_NICENESS
 from kvferry.worker.rates import warm_up
@@ -104,7 +104,7 @@ class Grants:
 def decode(pipe: Connection, model: str, count: int) -> None:
     """Run a decode node's engine and link in a child process; report the gaps since the last request on demand."""
     streams = Streams(model, count)
-    link = UcxLink("127.0.0.1", prepare=lambda: give_way(LINK_NICENESS))
+    link = UcxLink("127.0.0.1", prepare=lambda: lower_priority(LINK_NICENESS))
     dock, grants = Dock(link, ReusedMemory(POOL, streams.block_bytes)), Grants(streams.block_size)
     grants.receiver = Receiver(dock, grants, 1, "bench")
     dock.start()

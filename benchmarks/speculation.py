@@ -57,7 +57,7 @@ class KnownText(NgramDrafts):
         self._class = len(CLASSES)  # of the longest matches
         self._begin, self._text, self._right = len(request.token_ids), text, right
 
-    def look(self, most: int) -> None:
+    def propose(self, most: int) -> None:
         at = len(self._token_ids) - self._begin
         numbers = random.Random(at)
         self.found = tuple(

@@ -22,7 +22,7 @@ from kvferry.engine.speech.audio import AudioFile
 from kvferry.engine.speech.log_mel import RATE
 from kvferry.engine.speech.options import TEMPERATURES, SpeechOptions
 from kvferry.engine.speech.track import Track
-from kvferry.engine.speech.transcriber import LEAST_LOGPROB, MAX_COMPRESSION, NO_SPEECH, SpeechModel, Transcriber
+from kvferry.engine.speech.transcriber import MAX_COMPRESSION, MIN_LOGPROB, NO_SPEECH, SpeechModel, Transcriber
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.speech_worker.assembly import assemble_speech
 
@@ -63,7 +63,7 @@ def by_transformers(model: Any, extract: Any, decode: Callable[[list[int]], str]
         features = extract(samples.numpy(), sampling_rate=RATE, return_tensors="pt", **whole)
         options = {
             "temperature": TEMPERATURES, "compression_ratio_threshold": MAX_COMPRESSION,
-            "logprob_threshold": LEAST_LOGPROB, "no_speech_threshold": NO_SPEECH, "condition_on_prev_tokens": True,
+            "logprob_threshold": MIN_LOGPROB, "no_speech_threshold": NO_SPEECH, "condition_on_prev_tokens": True,
             "attention_mask": features.get("attention_mask"),
         } if is_long else {}  # fmt: skip
         ids = model.generate(features.input_features, return_timestamps=True, task="transcribe", **options)

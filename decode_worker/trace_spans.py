@@ -48,5 +48,5 @@ class TraceSpans:
         if found is not None:
             span, before = found
             if tokens:
-                span.tell(output_tokens=tokens - before)
+                span.set_attributes(output_tokens=tokens - before)
             span.end(error)

@@ -90,7 +90,7 @@ class EncodeService:
     async def _made(self, root: bytes, items: Sequence[MediaItem], limit_s: float) -> Sequence[torch.Tensor]:
         """Return the rows that this node's encoder computes. Raises the encoder's error."""
         made: asyncio.Future[Sequence[torch.Tensor]] = asyncio.get_running_loop().create_future()
-        cancel = self._source.want(
+        cancel = self._source.submit(
             root, items, lambda outcome: self._base.call_soon(lambda: _settle(made, outcome)), limit_s
         )
         try:

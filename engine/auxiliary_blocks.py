@@ -66,8 +66,8 @@ class AuxiliaryBlocks(AuxiliaryPrefixes, Protocol):
     saved_total: int
     loaded_total: int
 
-    def fresh(self, request: Request, reused: int, wanted: int) -> int:
-        """Return how many new blocks a request takes on admission, beside the `wanted` blocks of its chain."""
+    def fresh(self, request: Request, reused: int, needed: int) -> int:
+        """Return how many new blocks a request takes on admission, beside the `needed` blocks of its chain."""
 
     def begin(self, request: Request, reused: int, found: int) -> bool:
         """Prepare a request that reuses `reused` of the `found` leading blocks; False if it must wait."""

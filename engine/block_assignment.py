@@ -90,7 +90,7 @@ class BlockAssignment:
         self.prefixes = ReusablePrefixes(pool, states)
         self._block_size, self._copy_block = block_size, copy_block
 
-    def wanted(self, request: Request) -> int:
+    def blocks_needed(self, request: Request) -> int:
         """Return how many blocks the request's tokens take, and those that a grant reserves for tokens to come."""
         ahead = request.job.ahead if request.grant is not None else 0
         return blocks_for(len(request.token_ids) + ahead, self._block_size)
@@ -112,10 +112,10 @@ class BlockAssignment:
         hashes, states, beside = request.reusable_hashes, self.states, list[int]()
         found = self.pool.match(hashes)
         reused = found[: self.cached(request) // self._block_size]
-        wanted = self.wanted(request)
-        fresh = wanted - len(reused)
+        needed = self.blocks_needed(request)
+        fresh = needed - len(reused)
         if states is not None:
-            fresh += states.fresh(request, len(reused), wanted)
+            fresh += states.fresh(request, len(reused), needed)
             beside = states.reused(hashes[: len(reused)]) if request.grant is None else []
         if not self.pool.has_room([*reused, *beside], fresh, kept):
             return False
@@ -125,11 +125,11 @@ class BlockAssignment:
         self.pool.acquire(*request.holder, beside, 0)
         block_ids = self.pool.acquire(*request.holder, reused, fresh, cache_use=request.cache_use, hashes=hashes)
         assert block_ids is not None
-        request.block_ids = block_ids[:wanted]
+        request.block_ids = block_ids[:needed]
         request.computed_len = len(reused) * self._block_size
         request.registered = len(reused)
         if states is not None:
-            states.taken(request, beside, block_ids[wanted:])
+            states.taken(request, beside, block_ids[needed:])
         if tail is not None:
             self._copy_tail(request, tail)
         return True

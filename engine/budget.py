@@ -9,9 +9,9 @@ from math import inf
 from kvferry.engine.request import Request
 from kvferry.engine.step_cost import StepCost
 
-LEAST = 16
+MIN_TOKENS = 16
 """Fewest prompt tokens beside streams: with fewer a step is hardly shorter."""
-ALONE = 2.0
+MAX_SLOWDOWN = 2.0
 """Factor by which a step with prompts may exceed the time of a stream alone, if that is more than its target."""
 
 
@@ -61,11 +61,11 @@ class Budget:
         """Return the budget beside streams. prompts: the number of prompts that have or find a seat.
 
         The minimum is doubled until steps of several lengths were measured, which the minimum alone never gives."""
-        most = self._limits.max_prefill_tokens_while_decoding
+        limit = self._limits.max_prefill_tokens_while_decoding
         if not self._cost.known:
-            return most
+            return limit
         first, further = self._cost.line()
         alone_s = first + further * (decodes - 1)
-        longest_s = max(self._limits.beside_s * max(1.0, prompts / decodes), ALONE * alone_s)
-        tokens = round(min(most, max(LEAST, (longest_s - alone_s) / further)))
-        return tokens if tokens > LEAST or self._cost.is_measured else min(most, 2 * LEAST)
+        longest_s = max(self._limits.beside_s * max(1.0, prompts / decodes), MAX_SLOWDOWN * alone_s)
+        tokens = round(min(limit, max(MIN_TOKENS, (longest_s - alone_s) / further)))
+        return tokens if tokens > MIN_TOKENS or self._cost.is_measured else min(limit, 2 * MIN_TOKENS)

@@ -11,7 +11,7 @@ import torch
 from kvferry.engine import output_tolerance
 from kvferry.engine.batch_planner import Part
 from kvferry.engine.logits_processors import edited
-from kvferry.engine.models.base import Model, Wanted
+from kvferry.engine.models.base import KeepGoing, Model
 from kvferry.engine.request import Key, Request
 from kvferry.kernels.pool_views import layer_views
 from kvferry.kernels.sampling import is_greedy
@@ -27,7 +27,7 @@ class Computes(Protocol):
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K/V of block `source` to `target`."""
 
-    def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted) -> torch.Tensor:
+    def compute_logits(self, token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing) -> torch.Tensor:
         """Return float32 logits [rows, vocab] behind the last tokens."""
 
 
@@ -64,28 +64,28 @@ class CanaryCheck:
         """Return the number of tokens that the check recomputes: all but the last."""
         return len(self.token_ids) - 1
 
-    def go_on(self, runner: Computes, most: int, wanted: Wanted) -> bool:
-        """Compute at most `most` further tokens, or finally the one whose logits are compared; return True then.
+    def advance(self, runner: Computes, max_tokens: int, keep_going: KeepGoing) -> bool:
+        """Compute at most `max_tokens` further tokens, or finally the one whose logits are compared; return True then.
 
         Raises ForwardAbandoned."""
         if self.computed < self.known:
-            self._compute(runner, min(most, self.known - self.computed), wanted)
+            self._compute(runner, min(max_tokens, self.known - self.computed), keep_going)
             return False
-        chains = (self.own, self._mixed(runner))
-        own, theirs = (runner.look(self.token_ids, Part(chain, self.known, 1), 1, wanted)[0] for chain in chains)
-        self._found(output_tolerance.of_logits(own, theirs))
+        parts = (Part(chain, self.known, 1) for chain in (self.own, self._mixed(runner)))
+        own, theirs = (runner.compute_logits(self.token_ids, part, 1, keep_going)[0] for part in parts)
+        self._record(output_tolerance.of_logits(own, theirs))
         return True
 
-    def _compute(self, runner: Computes, count: int, wanted: Wanted) -> None:
+    def _compute(self, runner: Computes, count: int, keep_going: KeepGoing) -> None:
         ends = self.computed + count == self.known
-        logits = runner.look(self.token_ids, Part(self.own, self.computed, count), int(ends), wanted)
+        logits = runner.compute_logits(self.token_ids, Part(self.own, self.computed, count), int(ends), keep_going)
         self.computed += count
         full, beyond = divmod(self.computed, self.block_size)
         self._compare(runner, full, self.block_size)
         if ends and beyond:
             self._compare(runner, full + 1, beyond)
         if ends and self.greedy:
-            self._found(output_tolerance.of_token(logits[0], self.token_ids[-1]))
+            self._record(output_tolerance.of_token(logits[0], self.token_ids[-1]))
 
     def _compare(self, runner: Computes, upto: int, slots: int) -> None:
         """Compare the next blocks, those before index `upto`: the first `slots` slots of each."""
@@ -94,7 +94,7 @@ class CanaryCheck:
             self.compared = upto
             landed = self.landed[begin - self.first : upto - self.first]
             layers = layer_views(runner.kv, runner.model.info.layers, self.block_size)
-            self._found(output_tolerance.of_blocks(layers, self.own[begin:upto], landed, slots))
+            self._record(output_tolerance.of_blocks(layers, self.own[begin:upto], landed, slots))
 
     def _mixed(self, runner: Computes) -> list[int]:
         """Return the sequence's chain with the received blocks in it.
@@ -106,7 +106,7 @@ class CanaryCheck:
             runner.copy_block(self.landed[-1], spare)
         return [*self.own[: self.first], *self.landed[: full - self.first], spare]
 
-    def _found(self, distance: float) -> None:
+    def _record(self, distance: float) -> None:
         self.distance = max(self.distance, distance)
 
 

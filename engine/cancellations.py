@@ -46,12 +46,12 @@ class Deadlines:
     """Check that ends requests whose deadline has passed."""
 
     def __init__(self) -> None:
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     def late(self, requests: Iterable[Request]) -> list[Request]:
         """Return the requests to drop; empty if the last check was a moment ago."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._check_at:
             return []
-        self._look_at = now + LATE_S
+        self._check_at = now + LATE_S
         return [request for request in requests if now > request.arrived + request.job.deadline_s + LATE_S]

@@ -25,7 +25,7 @@ from kvferry.kernels.decoder_step import always
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.work import Generate
 
-FEW = 4
+MAX_CATCH_UP = 4
 """Maximum number of tokens that are computed as rows of a decode step, which is faster than as a chunk."""
 LEARN = 0.3
 """Weight of the newest chunk in the average time."""
@@ -68,7 +68,7 @@ class DraftModel:
         self.cost = StepCost()
         self.token_s = self.waited_s = 0.0
         self.runner, self.pool = runner, pool
-        self._chunk, self._shift = chunk, shift
+        self._chunk, self._core_turns = chunk, shift
         info = runner.model.info
         self._longest, self._ids, self._vocab = info.max_model_len, info.vocab_size, min(info.vocab_size, vocab_size)
         self._shadows: dict[Key, DraftState] = {}
@@ -92,12 +92,12 @@ class DraftModel:
         self.waited_s = 0.0
         if not counts:
             return [()] * len(wanted)
-        with self._shift.computing(always, whole=True):
+        with self._core_turns.computing(always, whole=True):
             self._run(self._uncomputed([shadow.request for shadow, _ in counts]))
             for place in range(1, max(count for _, count in counts)):
                 ready = [s.request for s, count in counts if count > place == len(s.request.token_ids) - s.known]
                 self._run([Slice(request, request.computed_len, 1) for request in ready])
-        self.waited_s = self._shift.waited_s
+        self.waited_s = self._core_turns.waited_s
         return [tuple(s.request.token_ids[s.known :]) if s is not None else () for s in shadows]
 
     def forget(self, stream: Request) -> None:
@@ -154,10 +154,10 @@ class DraftModel:
         return shadow
 
     def _uncomputed(self, requests: Sequence[Request]) -> list[Slice]:
-        """Return slices to compute before the first drafts: up to FEW tokens whole, and a chunk of longer ones."""
-        few = [request for request in requests if request.uncomputed <= FEW]
-        rows = [Slice(request, at, 1) for request in few for at in range(request.computed_len, len(request.token_ids))]
-        far = sorted((r for r in requests if r.uncomputed > FEW), key=lambda request: request.uncomputed)
+        """Return slices to compute before the first drafts: up to MAX_CATCH_UP tokens, or a chunk of more."""
+        near = [request for request in requests if request.uncomputed <= MAX_CATCH_UP]
+        rows = [Slice(request, at, 1) for request in near for at in range(request.computed_len, len(request.token_ids))]
+        far = sorted((r for r in requests if r.uncomputed > MAX_CATCH_UP), key=lambda request: request.uncomputed)
         return rows + sorted(chunks_of(far, self._chunk), key=lambda part: not part.decodes)
 
     def _run(self, slices: Sequence[Slice]) -> None:

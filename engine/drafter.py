@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from kvferry.engine.draft_acceptance import Accepted
-from kvferry.engine.draft_model import FEW, DraftModel
+from kvferry.engine.draft_model import MAX_CATCH_UP, DraftModel
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.request import Request
 from kvferry.engine.step_cost import ROW
@@ -46,24 +46,24 @@ class Drafter:
         began, model = time.monotonic(), self.model
         if model is None:
             return
-        asked = [
+        undrafted = [
             (request, own)
             for request, own in zip(requests, drafts, strict=True)
             if own is not None and not (own.found and own.share > own.of_model) and model.can(request)
         ]
-        wanted = self._wanted(model, asked, len(requests), step) if asked else {}
-        if not wanted:
+        chosen = self._choose(model, undrafted, len(requests), step) if undrafted else {}
+        if not chosen:
             return
         try:
-            found = model.draft([(asked[i][0], count) for i, count in wanted.items()])
+            found = model.draft([(undrafted[i][0], count) for i, count in chosen.items()])
         except Exception:
             log.exception("the draft model failed and is no longer used")
             model.forget_all()
             self.model = None
             return
-        for i, drawn in zip(wanted, found, strict=True):
+        for i, drawn in zip(chosen, found, strict=True):
             if drawn:
-                asked[i][1].put(drawn)
+                undrafted[i][1].put(drawn)
         self._spent_s, self._waited_s = time.monotonic() - began, model.waited_s
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float, step: Line) -> float:
@@ -90,22 +90,22 @@ class Drafter:
         if self.model is not None:
             self.model.forget(request)
 
-    def _wanted(
-        self, model: DraftModel, asked: Sequence[tuple[Request, NgramDrafts]], count: int, step: Line
+    def _choose(
+        self, model: DraftModel, undrafted: Sequence[tuple[Request, NgramDrafts]], count: int, step: Line
     ) -> dict[int, int]:
         """Return the number of drafts per stream: those that pay, or at times one for the stream that lacks least."""
-        shares = [(own.of_model, own.most) for _, own in asked]
+        shares = [(own.of_model, own.most) for _, own in undrafted]
         guessed = (ROW * step[0], ROW * step[1])
         counts, saved_s = worth(shares, count, step, model.cost.line() if model.cost.known else guessed)
-        lacks = [model.lack(request) for request, _ in asked]
+        lacks = [model.lack(request) for request, _ in undrafted]
         pays = {
             i: drafts
             for i, drafts in enumerate(counts)
-            if drafts and (lacks[i] <= FEW or lacks[i] * model.token_s <= saved_s * _rest(asked[i][0]))
+            if drafts and (lacks[i] <= MAX_CATCH_UP or lacks[i] * model.token_s <= saved_s * _rest(undrafted[i][0]))
         }
         if pays:
             return pays if self._gained_s > -DEBT_S else {}
-        return {min(range(len(asked)), key=lacks.__getitem__): 1} if self._gained_s > 0 else {}
+        return {min(range(len(undrafted)), key=lacks.__getitem__): 1} if self._gained_s > 0 else {}
 
 
 def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:

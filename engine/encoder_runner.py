@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvferry.engine.grammar_masks import GrammarMasks
-from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, SuspendedPass
 from kvferry.engine.models.hf_encoder import EncoderModel, Text
 from kvferry.engine.pooling import Pooler, Read, read, take
 from kvferry.engine.state_memory import StateMemory
@@ -42,13 +42,13 @@ class EncoderRunner:
 
     @torch.inference_mode()
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+        self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
     ) -> list[Read | None]:
-        """Return the answer to each slice. Raises ForwardAbandoned if they were not `wanted` to the end."""
+        """Return the answer to each slice. Raises ForwardAbandoned once `keep_going()` is false."""
         texts = [_text(part) for part in slices]
         found: list[Read | None] = [None] * len(slices)
         for batch in batches([len(text.token_ids) for text in texts]):
-            if not wanted():
+            if not keep_going():
                 raise ForwardAbandoned
             answers = self._answers([slices[i] for i in batch], [texts[i] for i in batch])
             for index, answer in zip(batch, answers, strict=True):

@@ -46,8 +46,8 @@ class ValueEviction:
         self._idle: set[int] = set()
         self._chains: list[IdleChain | None] = [None] * num_blocks
         self._shares = [0] * num_blocks
-        self._gone: OrderedDict[bytes, IdleChain] = OrderedDict()
-        self._most_gone = REMEMBERED * num_blocks
+        self._remembered: OrderedDict[bytes, IdleChain] = OrderedDict()
+        self._max_remembered = REMEMBERED * num_blocks
         self._classes = ReturnClasses(CLASSES)
         self._aged = AgedChains()
         self._ranked = self._clock()
@@ -74,11 +74,11 @@ class ValueEviction:
         for chain, blocks in idle.items():
             if chain is not None:
                 chain.returned(now, blocks)
-        gone = [*self._returned_late(now, hashes[len(reused) :])]
+        dropped = [*self._returned_late(now, hashes[len(reused) :])]
         before = self._sessions.get(cache_use.session) if cache_use.session else None
         if before is None:
-            before = next((chain for chain in joined(reversed(gone), reversed(found)) if chain is not None), None)
-            if before is not None and len(found) + len(gone) < CONTINUES * before.prompt:
+            before = next((chain for chain in joined(reversed(dropped), reversed(found)) if chain is not None), None)
+            if before is not None and len(found) + len(dropped) < CONTINUES * before.prompt:
                 before = None
         if before is None:
             cache_use.turns, cache_use.shared = 0, len(reused)
@@ -145,7 +145,7 @@ class ValueEviction:
         chain = self._chains[block_id]
         if chain is None:
             chain = self._chains[block_id] = self._copy()
-        if not chain.idle + chain.gone:
+        if not chain.idle + chain.dropped:
             chain.since = max(chain.since, self._clock())
             self._aged.watch(chain)
         self._idle.add(block_id)
@@ -190,12 +190,12 @@ class ValueEviction:
         self.stats.evicted[chain.kind] += 1
         if chain.rates is self._given_up.rates:
             return
-        if (older := self._gone.pop(block_hash, None)) is not None:
+        if (older := self._remembered.pop(block_hash, None)) is not None:
             older.lost(self._clock())
-        self._gone[block_hash] = chain
-        chain.gone += 1
-        if len(self._gone) > self._most_gone:
-            self._gone.popitem(last=False)[1].lost(self._clock())
+        self._remembered[block_hash] = chain
+        chain.dropped += 1
+        if len(self._remembered) > self._max_remembered:
+            self._remembered.popitem(last=False)[1].lost(self._clock())
 
     def check(self, block_id: int, *, leaf: bool) -> None:
         """Assert that the block may be evicted if and only if it is idle and a leaf."""
@@ -205,11 +205,11 @@ class ValueEviction:
     def _returned_late(self, now: float, hashes: Sequence[bytes]) -> Iterator[IdleChain]:
         """Count evicted blocks that are asked for again, and yield the chain of each."""
         for block_hash in hashes:
-            chain = self._gone.pop(block_hash, None)
+            chain = self._remembered.pop(block_hash, None)
             if chain is None:
                 return
             chain.returned(now, 1)
-            chain.gone -= 1
+            chain.dropped -= 1
             yield chain
 
     def _leave_chain(self, cache_use: CacheUse, kind: str, times: int, blocks: int) -> IdleChain:

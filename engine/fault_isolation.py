@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, SuspendedPass
 from kvferry.engine.request import Request
 from kvferry.engine.runner import StepRunner
 from kvferry.engine.sample_rows import Found
@@ -34,13 +34,13 @@ Drawn = Found | StepFault
 
 
 def run(
-    runner: StepRunner, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None = None
+    runner: StepRunner, slices: Sequence[Slice], keep_going: KeepGoing, halfway: SuspendedPass | None = None
 ) -> Sequence[Drawn]:
     """Call `StepRunner.run`; if it raises, bisect: each slice gets a token, or the error that it raises alone.
 
-    One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is no longer wanted,
+    One bad slice of n costs the work of at most log n steps. Raises ForwardAbandoned if the step is not to continue,
     and DeviceLost once even a sum of two numbers fails."""
-    drawn = _try(runner, slices, wanted, halfway)
+    drawn = _try(runner, slices, keep_going, halfway)
     if not isinstance(drawn, Exception):
         return drawn
     log.error("a step of %d requests failed", len(slices), exc_info=drawn)
@@ -65,12 +65,12 @@ def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
 
 
 def _try(
-    runner: StepRunner, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+    runner: StepRunner, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
 ) -> Sequence[Found] | Exception:
     """Run the slices; a raised exception is returned and leaves no trace in the requests."""
     kept = _kept(slices)
     try:
-        return runner.run(slices, wanted, halfway)
+        return runner.run(slices, keep_going, halfway)
     except (ForwardAbandoned, DeviceLost):
         raise
     except Exception as error:

@@ -19,7 +19,7 @@ class IdleChain:
     prompt        blocks of the request's prompt; shared: the leading ones that several sessions use
     turns         earlier requests of the session
     place         age bin
-    idle, gone    blocks in the pool without a user, and evicted blocks that are remembered
+    idle, dropped blocks in the pool without a user, and evicted blocks that are remembered
     leaves        idle blocks without children; the last one is evicted first
     closed        its session is closed; queued: it is among the chains that have leaves"""
 
@@ -35,7 +35,7 @@ class IdleChain:
     since: float = 0.0
     place: int = 0
     idle: int = 0
-    gone: int = 0
+    dropped: int = 0
     leaves: dict[int, None] = field(default_factory=dict)
     closed: bool = False
     queued: bool = False
@@ -46,18 +46,18 @@ class IdleChain:
     def settle(self, now: float) -> None:
         """Count the time that its blocks have spent in the current age bin."""
         if now > self.since:
-            self.rates.exposed(self.place, now - self.since, (self.idle + self.gone) * self.unit)
+            self.rates.exposed(self.place, now - self.since, (self.idle + self.dropped) * self.unit)
             self.since = now
 
     def returned(self, now: float, blocks: int) -> None:
-        """Count blocks that are used again; the caller then changes `idle` or `gone`."""
+        """Count blocks that are used again; the caller then changes `idle` or `dropped`."""
         self.settle(now)
         self.rates.returned(self.place, blocks * self.unit)
 
     def lost(self, now: float) -> None:
         """Forget one evicted block."""
         self.settle(now)
-        self.gone -= 1
+        self.dropped -= 1
         self.rates.lost(self.unit)
 
 
@@ -118,7 +118,7 @@ class AgedChains:
             if not self._timers or self._timers[0][0] > now:
                 return
             chain = heapq.heappop(self._timers)[2]
-            if not chain.idle + chain.gone:
+            if not chain.idle + chain.dropped:
                 continue
             queued = chain.queued
             self.remove(chain)

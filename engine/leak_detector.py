@@ -20,7 +20,7 @@ class LeakDetector:
         self._engine, self._clock = engine, clock
         self._since: dict[tuple[str, Hashable], float] = {}
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the holds."""
         now, causes = self._clock(), self._causes()
         over = [hold for hold in self._engine.pool.holds.owners() if hold not in causes]

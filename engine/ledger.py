@@ -31,10 +31,10 @@ class Ledger:
 
     def hold(self, owner: Hashable, reason: str, block_ids: Iterable[int]) -> None:
         """Add one hold per block. The owner must not hold any of them for this reason yet, and ids must not repeat."""
-        wanted = list(block_ids)
-        fresh = dict.fromkeys(wanted)
+        listed = list(block_ids)
+        fresh = dict.fromkeys(listed)
         owned = self._pages.get(reason, {}).get(owner, {})
-        assert len(fresh) == len(wanted), f"{owner!r} names a block twice: {wanted}"
+        assert len(fresh) == len(listed), f"{owner!r} names a block twice: {listed}"
         for block_id in fresh:
             assert 0 <= block_id < self.num_blocks, f"block {block_id} is not in the pool of {self.num_blocks}"
             assert block_id not in owned, f"{owner!r} already holds block {block_id} for {reason}"

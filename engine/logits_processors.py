@@ -38,10 +38,10 @@ def edits_for(
 def edited(params: SamplingParams) -> bool:
     """Return whether anything changes the logits of such a request."""
     banned = params.allowed_token_ids is not None or params.bad_words
-    return bool(banned or params.min_tokens or params.logit_bias or look_back(params))
+    return bool(banned or params.min_tokens or params.logit_bias or reads_history(params))
 
 
-def look_back(params: SamplingParams) -> bool:
+def reads_history(params: SamplingParams) -> bool:
     """Return whether a change of the logits depends on which tokens were drawn, not only on their number."""
     penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
     return bool(params.bad_words or penalties)

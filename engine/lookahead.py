@@ -104,7 +104,7 @@ class Lookahead:
         alone = len(batch.slices) == len(request_table.running) and not (self._suspended or self._suspended.called())
         if not alone or self._speculation or not all(map(_plain, batch.slices)):
             return []
-        going = [i for i, part in enumerate(batch.slices) if self._goes_on(part.request)]
+        going = [i for i, part in enumerate(batch.slices) if self._continues(part.request)]
         if request_table.waiting:
             # Its head was refused, and no request has left since or is about to.
             still = self._whole and len(going) == len(batch.slices)
@@ -112,7 +112,7 @@ class Lookahead:
                 return []
         return going if all(self._grow(batch.slices[i].request) for i in going) else []
 
-    def _goes_on(self, request: Request) -> bool:
+    def _continues(self, request: Request) -> bool:
         room = request.output_len + 1 < request.job.params.max_tokens
         return room and len(request.token_ids) + 1 < self._longest
 

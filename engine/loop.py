@@ -46,7 +46,7 @@ class EngineLoop:
         engine.stepper.suspended.called = lambda: bool(self._inbox) or self._stopping
         engine.grammars.attach(lambda call: self.submit(lambda engine: call()))
         engine.media.attach(lambda call: self.submit(lambda engine: call()))
-        self._leaked = LeakDetector(engine)
+        self._leak_detector = LeakDetector(engine)
         self.load = engine.load()
         self.fault: str | None = None
         self._turns = 0
@@ -98,8 +98,8 @@ class EngineLoop:
         """Return how long the oldest hold has outlasted its cause, in seconds, as of the previous call.
 
         May be called from any thread."""
-        self.submit(lambda engine: self._leaked.look())
-        return self._leaked.seconds
+        self.submit(lambda engine: self._leak_detector.check())
+        return self._leak_detector.seconds
 
     @property
     def busy(self) -> bool:
@@ -149,7 +149,7 @@ class EngineLoop:
         while True:
             with self._wake:
                 if not self._awaited(stuck):
-                    self._wake.wait(self._patience())
+                    self._wake.wait(self._max_wait_s())
                 if self._stopping:
                     return None
                 if self._awaited(stuck):
@@ -161,7 +161,7 @@ class EngineLoop:
                     return calls
             self._check_books()
             if not self._engine.has_work():
-                self._look()
+                self._run_canary()
 
     def _awaited(self, stuck: bool) -> bool:
         """Return whether this thread has anything to do."""
@@ -170,11 +170,11 @@ class EngineLoop:
     def _may_step(self) -> bool:
         return self._engine.has_work() and self._engine.newcomer_priority.pause_s() <= 0
 
-    def _patience(self) -> float | None:
-        """Return seconds after which to look again unless something is submitted; None: never."""
+    def _max_wait_s(self) -> float | None:
+        """Return seconds after which to check again unless something is submitted; None: never."""
         canary = self._engine.canary
-        look = canary.pause_s() if canary and not self._engine.has_work() else None
-        waits = (self._self_check.pause(), self._engine.newcomer_priority.pause_s() or None, look)
+        canary_s = canary.pause_s() if canary and not self._engine.has_work() else None
+        waits = (self._self_check.pause(), self._engine.newcomer_priority.pause_s() or None, canary_s)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _turn(self, calls: Sequence[Callable[[Engine], None]]) -> bool:
@@ -196,10 +196,10 @@ class EngineLoop:
         self.load = self._engine.load()
         self._flush()
         if ran and not waits and not self._engine.stepper.suspended:
-            self._look()
+            self._run_canary()
         return ran
 
-    def _look(self) -> None:
+    def _run_canary(self) -> None:
         """Compute a piece of a canary check if it is time to; the piece ends when anything is submitted."""
         canary = self._engine.canary
         if canary:

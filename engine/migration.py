@@ -39,8 +39,8 @@ class OutboundMigration:
     state: tuple[int, ...] = ()
 
     @property
-    def asked(self) -> int:
-        """Return how many blocks the other node was asked for, besides those of the state."""
+    def expected_blocks(self) -> int:
+        """Return how many blocks the other node expects, besides those of the state."""
         return blocks_for(len(self.job.token_ids) + self.job.ahead, self.request.block_size)
 
 
@@ -49,7 +49,7 @@ class Snapshot:
     """Point at which a migrating stream is paused.
 
     first: output tokens that the migration's job lacks, at least one. covered: number of leading tokens whose K/V is in
-    blocks that the other node was asked for. rest: (index, block id) of blocks after the full ones, and of those that
+    blocks that the other node expects. rest: (index, block id) of blocks after the full ones, and of those that
     follow the chain after `covered` tokens (`engine.auxiliary_blocks`)."""
 
     first: TokenDelta
@@ -110,7 +110,7 @@ class OutboundMigrations:
             self._pool.release("migration", SHIP, state)
         self._open[move.transfer], self._transfer_holds[move.transfer] = move, [*full, *state]
         if self._scheduler.blocks.states is not None:
-            request.pause_at = move.asked * request.block_size
+            request.pause_at = move.expected_blocks * request.block_size
         return move
 
     def _room_for_state(self) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ class OutboundMigrations:
             return None
         request, known = move.request, len(move.job.token_ids)
         size, first, states = request.block_size, len(move.full), self._scheduler.blocks.states
-        covered = min(request.computed_len, move.asked * size)
+        covered = min(request.computed_len, move.expected_blocks * size)
         if request.state is not State.RUNNING or not streams(request):
             return None
         if states is not None and covered < request.computed_len:
@@ -144,7 +144,7 @@ class OutboundMigrations:
         self._pool.holds.hold(("ship", transfer), SHIP, new)
         self._transfer_holds[transfer] += new
         tokens = TokenDelta(*request.key, known - move.job.prompt_len, tuple(request.token_ids[known:]))
-        return Snapshot(tokens, covered, (*enumerate(rest, first), *enumerate(beside, move.asked)))
+        return Snapshot(tokens, covered, (*enumerate(rest, first), *enumerate(beside, move.expected_blocks)))
 
     def done(self, transfer: int) -> None:
         """End the stream here, unless it has ended: the other node continues it."""

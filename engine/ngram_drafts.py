@@ -58,7 +58,7 @@ class NgramDrafts:
         """Take over the draft of a draft model."""
         self._class, self.found = MODEL, drawn
 
-    def look(self, most: int) -> None:
+    def propose(self, most: int) -> None:
         """Draft `most` tokens, or none if the last token is a new one."""
         self._follow()
         end = self._upto - 1

@@ -58,8 +58,8 @@ def _first(request: Request, event: Generated) -> Generated:
 def _fetched_len(request: Request) -> int:
     """Return how many tokens found in the cache were fetched from another node for it; each block counts once."""
     cached, size = request.cached_len or 0, request.block_size
-    came = {block for first, end in request.fetched for block in range(first, end)}
-    return sum(min(size, max(0, cached - block * size)) for block in came)
+    landed = {block for first, end in request.fetched for block in range(first, end)}
+    return sum(min(size, max(0, cached - block * size)) for block in landed)
 
 
 def nothing_drawn(request: Request) -> KvferryError:

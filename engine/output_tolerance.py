@@ -53,10 +53,10 @@ def _values(kv: torch.Tensor, ids: Sequence[int], slots: int) -> torch.Tensor:
 def of_token(own: torch.Tensor, token_id: int) -> float:
     """Return how much likelier another token is than the likeliest one elsewhere, by own float32 logits [vocab]."""
     spread = (own - own.mean()).norm() / math.sqrt(len(own))
-    return FIRST * float((own.max() - own[token_id]) / spread.clamp(min=_LEAST))
+    return FIRST * float((own.max() - own[token_id]) / spread.clamp(min=_TINY))
 
 
-_LEAST = torch.finfo(torch.float32).tiny
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def _apart(own: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -64,4 +64,4 @@ def _apart(own: torch.Tensor, theirs: torch.Tensor) -> float:
     length, gap = own.norm(), (own - theirs).norm()
     if not torch.isfinite(length):
         raise ArithmeticError("the values computed here are NaN")
-    return float(gap / length.clamp(min=_LEAST)) if torch.isfinite(gap) else math.inf
+    return float(gap / length.clamp(min=_TINY)) if torch.isfinite(gap) else math.inf

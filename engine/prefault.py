@@ -17,8 +17,8 @@ from kvferry.runtime.huge_pages import HUGE_PAGE, populate
 
 AHEAD_BYTES = 128 << 20
 """Memory that is resident beyond the part in use, in bytes: the rows and checkpoints of a few large states."""
-LOOK_S = 0.1
-"""Pause between looks at how much is in use, in seconds."""
+PAUSE_S = 0.1
+"""Pause between two checks of how much is in use, in seconds."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Region:
     used: Callable[[], float]
     resident: int = 0
 
-    def wanted(self) -> int:
+    def target_bytes(self) -> int:
         """Return how many leading bytes are to be resident."""
         return min(self.tensor.nbytes, int(self.used() * self.tensor.nbytes) + AHEAD_BYTES)
 
@@ -63,14 +63,14 @@ class Prefault:
             self._thread.join()
 
     def _run(self) -> None:
-        while self._regions and not self._stop.wait(LOOK_S):
+        while self._regions and not self._stop.wait(PAUSE_S):
             for region in list(self._regions):
                 if not self._follow(region) or region.resident >= region.tensor.nbytes:
                     self._regions.remove(region)
 
     def _follow(self, region: Region) -> bool:
-        """Make a region resident as far as wanted, with a pause after each piece; False if the system cannot."""
-        while region.resident < region.wanted():
+        """Make a region resident up to its target, with a pause after each piece; False if the system cannot."""
+        while region.resident < region.target_bytes():
             began = time.perf_counter()
             if not region.advance():
                 return False

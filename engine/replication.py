@@ -17,14 +17,14 @@ from kvferry.engine.request_table import RequestTable
 from kvferry.protocol.errors import GrantRefused
 from kvferry.protocol.messages import DecodeTarget
 
-LEAST = 8
+MIN_BLOCKS = 8
 """Fewest new full blocks of a stream that are worth a copy."""
 SHARE = 16
-"""Copy once 1/SHARE of the stream is new, if that is more than LEAST.
+"""Copy once 1/SHARE of the stream is new, if that is more than MIN_BLOCKS.
 
 Each copy makes the receiver check the whole chain."""
-KEPT = 4
-"""The receiver keeps 1/KEPT of its blocks available."""
+RESERVE_DIVISOR = 4
+"""The receiver keeps 1/RESERVE_DIVISOR of its blocks available."""
 
 
 class Replicas:
@@ -105,7 +105,7 @@ class Replicas:
     def _enough(self, request: Request) -> bool:
         if request.job.buddy is None or not streams(request):
             return False
-        return self._uncopied(request) >= max(LEAST, request.registered // SHARE)
+        return self._uncopied(request) >= max(MIN_BLOCKS, request.registered // SHARE)
 
     # Receiver.
 
@@ -117,7 +117,7 @@ class Replicas:
             raise GrantRefused("the prefix cache is off")
         here = self._pool.match(hashes)
         fresh = min(most, len(hashes) - len(here))
-        block_ids = self._pool.acquire(grant, GRANT, here, fresh, keep=self._pool.num_blocks // KEPT)
+        block_ids = self._pool.acquire(grant, GRANT, here, fresh, keep=self._pool.num_blocks // RESERVE_DIVISOR)
         if block_ids is None:
             raise GrantRefused("the pool has no room for copies")
         self._landing[grant] = (hashes, block_ids, len(here))

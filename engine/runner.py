@@ -12,7 +12,7 @@ from kvferry.engine.batch_planner import BatchPlanner, Part, lay_out
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.inflight_step import InflightStep, Launch
 from kvferry.engine.media.media_inputs import MediaInputs
-from kvferry.engine.models.base import Computing, ForwardAbandoned, Model, SuspendedPass, Wanted
+from kvferry.engine.models.base import Computing, ForwardAbandoned, KeepGoing, Model, SuspendedPass
 from kvferry.engine.pooling import Pooler, Read, take
 from kvferry.engine.sample_rows import Found, by_slice, only_draws, sample_row, sample_rows
 from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
@@ -58,7 +58,7 @@ class StepRunner(Protocol):
         """Return the function that launches steps of plain streams asynchronously; None if the device has no queue."""
 
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+        self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
     ) -> Sequence[Found]:
         """Compute the slices: see `Runner.run`."""
 
@@ -85,7 +85,7 @@ class Runner:
         self.kv = kv
         self.states = states
         self.masks = masks or GrammarMasks.none("this node does not support grammars")
-        self._pooler, self._shift = pooler or Pooler(), shift or CoreTurns()
+        self._pooler, self._core_turns = pooler or Pooler(), shift or CoreTurns()
         inputs = torch.device("cpu") if model.fed_by_host else model.device
         self.beside = inputs.type == "cuda"
         self._block_size = block_size
@@ -97,11 +97,11 @@ class Runner:
     @property
     def waited_s(self) -> float:
         """Seconds that the last step waited for shared cores."""
-        return self._shift.waited_s
+        return self._core_turns.waited_s
 
     def hurry(self) -> None:
         """Announce urgent work that follows soon. Thread-safe."""
-        self._shift.hurry()
+        self._core_turns.hurry()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
@@ -110,21 +110,21 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+        self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
     ) -> Sequence[Found]:
         """Compute the slices and draw the next token of each that samples, or read its vector.
 
         The result is None for other slices, and where a grammar's mask is not ready. On return the K/V is in the pool,
         so the link may read it; drawing tokens has already waited for the device.
 
-        Raises ForwardAbandoned if a prompt was not `wanted` to its end; nothing more is written then, until it
+        Raises ForwardAbandoned once `keep_going()` is false; nothing more is written then, until the step
         continues from `halfway`."""
         whole = slices[0].streams or sum(part.count for part in slices) <= SHORT
         urgent = any(part.request.job.newcomer and not part.request.output_len for part in slices)
-        with self._shift.computing(wanted, whole=whole, urgent=urgent) as wanted:
-            return self._run(slices, wanted, halfway)
+        with self._core_turns.computing(keep_going, whole=whole, urgent=urgent) as keep_going:
+            return self._run(slices, keep_going, halfway)
 
-    def _run(self, slices: Sequence[Slice], wanted: Wanted, halfway: SuspendedPass | None) -> Sequence[Found]:
+    def _run(self, slices: Sequence[Slice], keep_going: KeepGoing, halfway: SuspendedPass | None) -> Sequence[Found]:
         token_ids, plan = self._planner.plan(slices)
         if all(map(only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)
@@ -132,7 +132,7 @@ class Runner:
             drawn = self._sample(logits.values, rows, logits.best)
             return drawn if len(rows) == len(slices) else by_slice(slices, drawn)
         try:
-            hidden = self.model.forward(token_ids, self.kv, plan, wanted, halfway)
+            hidden = self.model.forward(token_ids, self.kv, plan, keep_going, halfway)
         except ForwardAbandoned:
             self._wait()
             raise
@@ -167,17 +167,19 @@ class Runner:
         return InflightStep(Readback(draw_plain(logits, rows, self.model.ops, drawn)), range(len(rows)))
 
     @torch.inference_mode()
-    def look(self, token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
+    def compute_logits(
+        self, token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always
+    ) -> torch.Tensor:
         """Compute a part of a sequence for a canary check.
 
         Return float32 logits [rows, vocab] behind its last tokens, on the host.
 
-        Raises ForwardAbandoned if it was not `wanted` to its end."""
+        Raises ForwardAbandoned once `keep_going()` is false."""
         own = token_ids[part.start : part.start + part.count]
         ids, plan = lay_out(own, [part], self._block_size, self._staging)
-        with self._shift.computing(wanted) as wanted:
+        with self._core_turns.computing(keep_going) as keep_going:
             try:
-                hidden = self.model.forward(ids, self.kv, plan, wanted)
+                hidden = self.model.forward(ids, self.kv, plan, keep_going)
                 return self.model.logits(hidden[-rows:]).to("cpu", copy=True) if rows else torch.empty(0)
             finally:
                 self._wait()

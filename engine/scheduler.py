@@ -31,8 +31,8 @@ from kvferry.engine.request_states import Awaits, State
 from kvferry.engine.request_table import PLACE, RequestTable, arriving, share, suspend
 from kvferry.engine.step_slices import Slice, chunks_of
 
-KEPT = 32
-"""One seat and one block of KEPT are reserved for streams that arrive in the middle."""
+RESERVE_DIVISOR = 32
+"""1/RESERVE_DIVISOR of the seats and blocks is reserved for streams that arrive in the middle."""
 ARRIVING = 4
 """At most one block of ARRIVING is held for new prompts that arrive by grants; blocks are idle until those come."""
 
@@ -176,14 +176,14 @@ class Scheduler:
                 budget -= before.pop(0).uncomputed
             computed = chain(prompts, begun) if self.pool.prefix_caching else ()
             if request.grant is None and (budget <= 0 or coming(request, computed)):
-                kept += self.blocks.wanted(request)
+                kept += self.blocks.blocks_needed(request)
                 passed += 1
                 continue
             if request.grant is not None and (late or self._must_wait_for_arrivals(request)):
-                kept, late = kept + (0 if late else self.blocks.wanted(request)), late or request
+                kept, late = kept + (0 if late else self.blocks.blocks_needed(request)), late or request
                 passed += 1
                 continue
-            spare = 0 if request.output_len or not taken else self.pool.num_blocks // KEPT
+            spare = 0 if request.output_len or not taken else self.pool.num_blocks // RESERVE_DIVISOR
             if not self.blocks.take(request, kept + spare):
                 break
             self.request_table.admit(passed)
@@ -207,7 +207,7 @@ class Scheduler:
     def _must_wait_for_arrivals(self, request: Request) -> bool:
         """Return whether a new prompt must wait for the arrival of prompts that hold blocks already."""
         held = 0 if resumed(request) else arriving(self.request_table)
-        return 0 < held > self.pool.num_blocks // ARRIVING - self.blocks.wanted(request)
+        return 0 < held > self.pool.num_blocks // ARRIVING - self.blocks.blocks_needed(request)
 
     def _running_limit(self, request: Request) -> int:
         """Return the limit of seats in use with this request; streams that began elsewhere may use reserved seats."""
@@ -238,4 +238,4 @@ class Scheduler:
 
 def max_running(max_num_seqs: int) -> int:
     """Return how many requests can run at once: `max_num_seqs`, and streams in reserved seats."""
-    return max_num_seqs + max(1, max_num_seqs // KEPT)
+    return max_num_seqs + max(1, max_num_seqs // RESERVE_DIVISOR)

@@ -12,15 +12,15 @@ from kvferry.engine.block_assignment import BlockAssignment
 from kvferry.engine.draft_acceptance import Accepted
 from kvferry.engine.draft_model import DraftModel
 from kvferry.engine.drafter import Drafter
-from kvferry.engine.logits_processors import look_back
+from kvferry.engine.logits_processors import reads_history
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.request import Request
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.step_cost import ASSUMED_WEIGHT, StepCost
 from kvferry.engine.step_slices import Slice
 
-KEPT = 8
-"""Drafts are not added when at most one of KEPT blocks is left."""
+RESERVE_DIVISOR = 8
+"""Drafts are not added when at most 1/RESERVE_DIVISOR of the blocks is left."""
 
 
 class Speculation:
@@ -47,7 +47,7 @@ class Speculation:
         plain = self._turn % 2 and self._cost.spread < ASSUMED_WEIGHT
         if not self._most or plain or not all(part.streams for part in slices):
             return slices
-        drafts = [self._look(part.request) for part in slices]
+        drafts = [self._propose(part.request) for part in slices]
         if self._drafter is not None:
             self._drafter.improve([part.request for part in slices], drafts, self._cost.line())
         counts = self._counts(drafts)
@@ -82,10 +82,10 @@ class Speculation:
         self._drafted = self._accepted = 0
         return taken
 
-    def _look(self, request: Request) -> NgramDrafts | None:
+    def _propose(self, request: Request) -> NgramDrafts | None:
         """Return drafts for the request; None where drafts would change how the tokens behind them are drawn."""
         row = request.sample_row
-        if row is None or row.mask is not None or look_back(row.params):
+        if row is None or row.mask is not None or reads_history(row.params):
             return None
         most = min(self._most, row.params.max_tokens - request.output_len - 1)
         if request.pause_at is not None:
@@ -95,7 +95,7 @@ class Speculation:
         if request.drafts is None:
             request.drafts = NgramDrafts(request.token_ids, self._drafter.share if self._drafter else 0.0)
         request.drafts.most = most
-        request.drafts.look(most)
+        request.drafts.propose(most)
         return request.drafts
 
     def _counts(self, drafts: Sequence[NgramDrafts | None]) -> list[int]:
@@ -124,6 +124,6 @@ class Speculation:
     def _room(self, request: Request, count: int) -> int:
         """Take blocks and rows of states for the drafts; return how many of `count` drafts they hold."""
         known, rows = len(request.token_ids), request.state_rows
-        self._blocks.extend(request, known + count, self._blocks.pool.num_blocks // KEPT)
+        self._blocks.extend(request, known + count, self._blocks.pool.num_blocks // RESERVE_DIVISOR)
         count = min(count, self._blocks.room(request) - known)
-        return count if rows is None else rows.lend(count)
+        return count if rows is None else rows.take_up_to(count)

@@ -83,7 +83,7 @@ class StatePrefixes:
         return next((count for count in counts if found(state_hash(hashes[count - 1], last))), 0)
 
 
-LEAST = 4
+MIN_STRIDE = 4
 """Fewest blocks from one checkpoint of a request to the next; computing these blocks again costs hardly any time."""
 COPIED_BLOCKS = 8
 """Fewest blocks between checkpoints of a stream that is copied to another node: as many as a copy has at least."""
@@ -91,12 +91,12 @@ STRIDE_TOKENS = 1024
 """Least distance of regular checkpoints, in tokens; prompts are computed in several steps for them."""
 
 
-def stride_of(num_blocks: int, least: int) -> int:
-    """Return the blocks from one regular checkpoint of `num_blocks` blocks to the next, `least` or more.
+def stride_of(num_blocks: int, min_stride: int) -> int:
+    """Return the blocks from one regular checkpoint of `num_blocks` blocks to the next, `min_stride` or more.
 
     It is a power of two, so that checkpoints of prompts with a common prefix coincide, and at least `num_blocks`, so
     that checkpoints never take more memory than the blocks between them."""
-    return 1 << (max(num_blocks, least) - 1).bit_length()
+    return 1 << (max(num_blocks, min_stride) - 1).bit_length()
 
 
 class StateCheckpoints(StatePrefixes):
@@ -116,7 +116,7 @@ class StateCheckpoints(StatePrefixes):
         """Return the share of rows that requests have. May be called from any thread."""
         return self._rows.used
 
-    def fresh(self, request: Request, reused: int, wanted: int) -> int:
+    def fresh(self, request: Request, reused: int, needed: int) -> int:
         """Return the blocks with which a transfer takes the request's state to another node, or brings it."""
         return self.num_blocks if request.grant is not None or request.transfer is not None else 0
 
@@ -154,9 +154,9 @@ class StateCheckpoints(StatePrefixes):
         assert rows is not None
         ends = [length - 1 if request.job.grammar is not None and start < length - 1 else length]
         if self._pool.prefix_caching:
-            step, least = self.stride * size, rows.checkpointed + LEAST * size
+            step, min_end = self.stride * size, rows.checkpointed + MIN_STRIDE * size
             due = ((start // step + 1) * step, rows.shared, request.last_start)
-            ends += [end for end in due if end > start and end >= least]
+            ends += [end for end in due if end > start and end >= min_end]
         return min(ends)
 
     def advance(self, request: Request, tokens: int) -> None:
@@ -220,7 +220,7 @@ class StateCheckpoints(StatePrefixes):
     def _save_boundary(self, request: Request) -> None:
         """Save the state after the request's last full block, unless a checkpoint is near or there is no room."""
         rows, size = request.state_rows, self._block_size
-        if rows is None or rows.boundary is None or rows.boundary[0] < rows.checkpointed + LEAST * size:
+        if rows is None or rows.boundary is None or rows.boundary[0] < rows.checkpointed + MIN_STRIDE * size:
             return
         (length, row), pool = rows.boundary, self._pool
         count = length // size

@@ -41,9 +41,9 @@ class StateRows:
         """Return all of its rows."""
         return [*self.spare, *self._kept()]
 
-    def lend(self, drafts: int) -> int:
+    def take_up_to(self, drafts: int) -> int:
         """Take rows for the states after so many drafts, until `settle`; return for how many drafts there are any."""
-        self.spare += self.pool.lend(1 + drafts - len(self.spare))
+        self.spare += self.pool.take_up_to(1 + drafts - len(self.spare))
         return min(drafts, len(self.spare) - 1)
 
     def settle(self) -> None:
@@ -85,11 +85,11 @@ class StateRowPool:
 
     def take(self) -> StateRows | None:
         """Return rows for a request that begins with no state; None if too few are free."""
-        return StateRows(self, self.lend(ROWS)) if len(self._free) >= ROWS else None
+        return StateRows(self, self.take_up_to(ROWS)) if len(self._free) >= ROWS else None
 
-    def lend(self, most: int) -> list[int]:
-        """Take up to `most` free rows."""
-        return [self._free.pop() for _ in range(min(most, len(self._free)))]
+    def take_up_to(self, count: int) -> list[int]:
+        """Take up to `count` free rows."""
+        return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def give_back(self, rows: Iterable[int]) -> None:
         """Take back rows whose states are not needed any more."""

@@ -90,12 +90,12 @@ class SuspendedStep:
         keys = [part.request.key for part in batch.slices]
         rests_at = time.monotonic() + MIN_S if self._may_put(runner, batch) else inf
 
-        def wanted() -> bool:
+        def keep_going() -> bool:
             called = time.monotonic() > rests_at and self.called()
             return not (called or self._cancellations.includes(keys))
 
         try:
-            return fault_isolation.run(runner, batch.slices, wanted, batch.halfway)
+            return fault_isolation.run(runner, batch.slices, keep_going, batch.halfway)
         except ForwardAbandoned as given_up:
             if given_up.halfway is not None:
                 batch.halfway = given_up.halfway

@@ -38,13 +38,13 @@ class WindowBlocks:
 
     def drop(self, until: int) -> list[int]:
         """Remove the pages before `until`; return their blocks."""
-        gone = self.ids(end=until)
+        released = self.ids(end=until)
         count = max(0, min(until, self.end) - self.first)
         for ids in self.groups:
             del ids[:count]
         self.first += count
         self.registered = max(self.registered, self.first)
-        return gone
+        return released
 
 
 class WindowTables:

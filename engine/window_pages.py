@@ -61,13 +61,13 @@ class WindowPages(WindowPrefixes):
         """Return the blocks of the longest chain for which the pool has room beside its pages."""
         return self._longest
 
-    def fresh(self, request: Request, reused: int, wanted: int) -> int:
-        """Return how many new blocks a request takes for pages on admission, of `wanted` blocks of its chain."""
+    def fresh(self, request: Request, reused: int, needed: int) -> int:
+        """Return how many new blocks a request takes for pages on admission, of `needed` blocks of its chain."""
         if request.grant is not None:
             tokens, size = len(request.token_ids), self._block_size
-            pages = self._before + 1 if request.job.ahead else wanted - self._groups.first_page(tokens, size)
-            return min(pages, wanted) * self.num_blocks
-        return (min(wanted, self._first(reused) + self._share(request)) - reused) * self.num_blocks
+            pages = self._before + 1 if request.job.ahead else needed - self._groups.first_page(tokens, size)
+            return min(pages, needed) * self.num_blocks
+        return (min(needed, self._first(reused) + self._share(request)) - reused) * self.num_blocks
 
     def begin(self, request: Request, reused: int, found: int) -> bool:
         """Return True: a request needs nothing but blocks."""
@@ -107,11 +107,11 @@ class WindowPages(WindowPrefixes):
         pages = request.windows
         assert pages is not None
         self._register(request, pages)
-        gone = pages.drop(self._groups.first_page(request.computed_len, self._block_size))
-        if not gone:
+        released = pages.drop(self._groups.first_page(request.computed_len, self._block_size))
+        if not released:
             return
-        self._pool.idle.evict_first(gone)
-        self._pool.release(*request.holder, gone)
+        self._pool.idle.evict_first(released)
+        self._pool.release(*request.holder, released)
         more = self._pool.acquire(*request.holder, [], self.missing(request, len(request.token_ids)))
         pages.append(more or ())
 

@@ -77,7 +77,7 @@ class AdapterNode:
         self.address.start()
         with contextlib.suppress(OSError):
             os.nice(PRIORITY)
-        asked = asyncio.create_task(stop.asked.wait())
+        asked = asyncio.create_task(stop.requested.wait())
         try:
             loading = asyncio.create_task(self._loading.first())
             await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +115,7 @@ class AdapterNode:
 
     async def _drain(self, state: NodeState, gone: asyncio.Task[bool], stop: StopSignal) -> None:
         """Take no new work, let running attempts finish, deregister. After the limit they continue on other nodes."""
-        may_wait = stop.patience(self._settings.drain_timeout)
+        may_wait = stop.drain_window(self._settings.drain_timeout)
         await state.membership.wait_for_replacement(lambda: may_wait() and state.streams.followed and not gone.done())
         self.draining = True
         log.info("%s drains", self.address.node_id)

@@ -118,8 +118,8 @@ class PrefillService:
         audit(event.delta, self._base.metrics, len(answer.job.token_ids))
         answer.outbox.put_nowait(FirstToken(event.delta, event.queue_s, event.compute_s))
         reuse = event.delta.reuse or Reuse(0)
-        answer.span.tell(queue_s=event.queue_s, compute_s=event.compute_s)
-        answer.span.tell(cached_tokens=reuse.cached_len, computed_tokens=reuse.computed)
+        answer.span.set_attributes(queue_s=event.queue_s, compute_s=event.compute_s)
+        answer.span.set_attributes(cached_tokens=reuse.cached_len, computed_tokens=reuse.computed)
         answer.span.end()
         if event.handover is not None:
             return
@@ -134,7 +134,7 @@ class PrefillService:
                 ShipDone(job.request_id, job.attempt, stats.blocks, stats.bytes, stats.ship_s, stats.exposed_s)
             )
             ship = TRACER.start("ship", job.trace, stats.ship_s, blocks=stats.blocks, bytes=stats.bytes)
-            ship.tell(exposed_s=stats.exposed_s)
+            ship.set_attributes(exposed_s=stats.exposed_s)
             ship.end()
             self._end(answer, "done")
 

@@ -1,4 +1,4 @@
-"""Stop signal of a process: SIGTERM asks it to drain, SIGINT or a second signal to hurry."""
+"""Stop signal of a process: SIGTERM starts the drain, SIGINT or a second signal cuts it short."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collections.abc import Callable
 class StopSignal:
     """Stop request of a process, for one asyncio loop.
 
-    SIGTERM sets `asked`: running work may finish. SIGINT or a second signal also sets `hurry`."""
+    SIGTERM sets `requested`: running work may finish. SIGINT or a second signal also sets `hurry`."""
 
     def __init__(self) -> None:
-        self.asked, self.hurry = asyncio.Event(), asyncio.Event()
+        self.requested, self.hurry = asyncio.Event(), asyncio.Event()
 
     def listen(self) -> None:
         """Start handling SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask, number)
+            loop.add_signal_handler(number, self.handle, number)
 
-    def patience(self, seconds: float) -> Callable[[], bool]:
+    def drain_window(self, seconds: float) -> Callable[[], bool]:
         """Return a function that is true while running work may finish: for `seconds`, unless `hurry` is set."""
         deadline = time.monotonic() + seconds
         return lambda: not self.hurry.is_set() and time.monotonic() < deadline
 
-    def ask(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         """Handle a signal."""
-        if number == signal.SIGINT or self.asked.is_set():
+        if number == signal.SIGINT or self.requested.is_set():
             self.hurry.set()
-        self.asked.set()
+        self.requested.set()

@@ -7,7 +7,7 @@ import os
 import threading
 
 
-def give_way(steps: int) -> None:
+def lower_priority(steps: int) -> None:
     """Lower the calling thread's priority by `steps` of niceness.
 
     Ten steps leave it a tenth of a core that other threads want. It has no effect on a thread with a core to itself, or

@@ -1,6 +1,6 @@
 """OpenTelemetry traces across processes: W3C trace context in, spans over OTLP out; does nothing without the SDK.
 
-The SDK is an optional extra. Without it, or if no traces are wanted, a span is an object that does nothing, and the
+The SDK is an optional extra. Without it, or if no traces are requested, a span is an object that does nothing, and the
 incoming trace context is forwarded unchanged. Spans contain token counts, nodes and seconds, never prompts.
 """
 
@@ -26,7 +26,7 @@ class Span:
     def __init__(self, trace: str = "") -> None:
         self.trace = trace
 
-    def tell(self, **attributes: Value) -> None:
+    def set_attributes(self, **attributes: Value) -> None:
         """Add attributes; their names get the prefix `kvferry.`."""
 
     def end(self, error: str = "") -> None:
@@ -38,7 +38,7 @@ class _Recorded(Span):
         super().__init__(trace)
         self._span, self._ended = span, False
 
-    def tell(self, **attributes: Value) -> None:
+    def set_attributes(self, **attributes: Value) -> None:
         for name, value in attributes.items():
             self._span.set_attribute(f"kvferry.{name}", value)
 
@@ -112,7 +112,7 @@ class Tracer:
 TRACER = Tracer()
 
 
-def wanted(environment: Mapping[str, str]) -> bool:
+def is_requested(environment: Mapping[str, str]) -> bool:
     """Return whether OpenTelemetry's variables ask for traces."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False

@@ -32,7 +32,7 @@ class SpeechNode:
     Raises ConfigError when the settings cannot be used. die: ends the process at once, from any thread."""
 
     def __init__(self, settings: WorkerSettings, die: Callable[[], None]) -> None:
-        self._settings, self._die = settings, die
+        self._settings, self._exit = settings, die
         self.metrics = WorkerMetrics(settings.role)
         self._speech = SpeechMetrics(self.metrics.registry)
         self.address = NodeAddress(settings, self._health, self._unready)
@@ -48,24 +48,24 @@ class SpeechNode:
         """Load, join, serve until asked to stop, drain; return False if a thread ended or hangs. Raises ConfigError."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         self.address.start()
-        asked = asyncio.create_task(stop.asked.wait())
+        stopping = asyncio.create_task(stop.requested.wait())
         loading = asyncio.create_task(self._load())
         try:
-            await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 loading.cancel()
                 return True
-            return await self._live(loading.result(), asked, stop)
+            return await self._serve(loading.result(), stopping, stop)
         finally:
-            asked.cancel()
+            stopping.cancel()
             if self.loaded is None or not self.loaded.fault:
                 await self.address.stop()
             log.info("%s has ended", self.address.node_id)
 
-    async def _live(self, loaded: SpeechRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> bool:
+    async def _serve(self, loaded: SpeechRuntime, stopping: asyncio.Task[bool], stop: StopSignal) -> bool:
         broken = asyncio.create_task(loaded.broken.wait())
         joining = asyncio.create_task(self._join(loaded))
-        await asyncio.wait({asked, broken}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, broken}, return_when=asyncio.FIRST_COMPLETED)
         joining.cancel()
         if broken.done():
             await loaded.abandon()
@@ -87,7 +87,7 @@ class SpeechNode:
         self.metrics.registry.model_name = names[0] if names else parts.source.name
         epoch = await new_epoch(self._store, self.address.node_id)
         self.loaded = SpeechRuntime(
-            self._settings, self.address, self.metrics, self._speech, self._store, parts, epoch, self._die
+            self._settings, self.address, self.metrics, self._speech, self._store, parts, epoch, self._exit
         )
         return self.loaded
 

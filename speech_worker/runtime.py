@@ -132,7 +132,7 @@ class SpeechRuntime:
         """Accept no new work, finish running files within `drain_timeout`, leave the cluster and stop.
 
         The last node of its model first continues to serve until another is ready, unless it is being restarted."""
-        may_wait = stop.patience(self._settings.drain_timeout)
+        may_wait = stop.drain_window(self._settings.drain_timeout)
         if not self._settings.respawned:
             await self.membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)
         self.draining = True

@@ -13,7 +13,7 @@ import torch
 from kvferry.engine.engine import Engine
 from kvferry.engine.media.encoder import Ready
 from kvferry.engine.media.local_embeddings import LocalEmbeddings
-from kvferry.engine.models.base import SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.errors import InvalidRequest
@@ -44,7 +44,7 @@ class SeeingToy(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.plans.append(plan)
@@ -172,7 +172,7 @@ class HeldSource:
         self.calls: list[tuple[Sequence[MediaItem], Ready]] = []
         self.cancelled = 0
 
-    def want(
+    def submit(
         self,
         root: bytes,
         items: Sequence[MediaItem],
@@ -205,7 +205,7 @@ class Here:
     def __init__(self, encoder: FakeEncoder) -> None:
         self._encoder = encoder
 
-    def want(
+    def submit(
         self,
         root: bytes,
         items: Sequence[MediaItem],

@@ -12,7 +12,7 @@ from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import ForwardAbandoned, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, ModelInfo, SuspendedPass
 from kvferry.engine.runner import Runner
 from kvferry.engine.state_memory import StateMemory, make_rows
 from kvferry.engine.state_rows import ROWS
@@ -54,7 +54,7 @@ class RecurrentToy(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         """The residual counts a token's layers whose state was wrong before it."""
@@ -70,7 +70,7 @@ class RecurrentToy(ToyModel):
             self.at = layer
             if layer > first or not halfway:
                 self.between(layer)
-                if plan.num_tokens != plan.num_seqs and not wanted():
+                if plan.num_tokens != plan.num_seqs and not keep_going():
                     raise ForwardAbandoned(SuspendedPass(layer, hidden, wrong))
             at = 0
             for s, (query, total) in enumerate(zip(plan.query_lens, plan.total_lens, strict=True)):

@@ -15,7 +15,7 @@ from kvferry.engine.events import Generated
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.media.encoder import EmbeddingSource, MediaEncoder
-from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, Model, ModelInfo, SuspendedPass
 from kvferry.engine.runner import Runner
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
@@ -52,7 +52,7 @@ class ToyModel(Model):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         blocks, slots = plan.slots // plan.block_size, plan.slots % plan.block_size
@@ -88,13 +88,13 @@ class HeldModel(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.begun.set()
         deadline = time.monotonic() + HELD_S
         while not self._go.wait(0.001) and time.monotonic() < deadline:
-            if not wanted():
+            if not keep_going():
                 raise ForwardAbandoned
             self.asked += 1
         return super().forward(token_ids, kv, plan)

@@ -54,7 +54,7 @@ class ToySource:
         self.go = threading.Event()
         self.go.set()
 
-    def want(
+    def submit(
         self,
         root: bytes,
         items: Sequence[MediaItem],

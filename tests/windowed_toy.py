@@ -10,7 +10,7 @@ from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import ForwardAbandoned, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, ModelInfo, SuspendedPass
 from kvferry.engine.runner import Runner
 from kvferry.engine.window_pages import WindowPages
 from kvferry.kernels.batch_plan import BatchPlan
@@ -44,14 +44,14 @@ class WindowedToy(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         """The residual counts a token's layers that read something else than they should."""
         assert self.info.groups is not None
         wrong = halfway.residual if halfway else torch.zeros(plan.num_tokens, 1)
         for layer in range(halfway.layer if halfway else 0, len(self.places)):
-            if layer and plan.num_tokens != plan.num_seqs and not wanted():
+            if layer and plan.num_tokens != plan.num_seqs and not keep_going():
                 raise ForwardAbandoned(SuspendedPass(layer, wrong, wrong))
             group, place = self.places[layer]
             own = plan.of_group(group)

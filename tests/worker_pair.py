@@ -310,7 +310,7 @@ async def worker(
         yield (running := Worker(node, parts.engine, run, stop))
     finally:
         running.resume()
-        stop.ask(signal.SIGINT)
+        stop.handle(signal.SIGINT)
         await asyncio.wait_for(run, PATIENCE_S)
 
 

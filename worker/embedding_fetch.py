@@ -86,7 +86,7 @@ class EmbeddingFetcher(BlockFetches):
         self._open: dict[int, RunFetch] = {}
         self._coming: dict[bytes, int] = {}
 
-    def want(
+    def submit(
         self,
         root: bytes,
         items: Sequence[MediaItem],
@@ -149,7 +149,7 @@ class EmbeddingFetcher(BlockFetches):
             wanted.end([found[place] for place in range(len(wanted.items))])
 
         items = [wanted.items[place] for place in missing]
-        wanted.stop = self.local.want(wanted.root, items, made, wanted.left_s)
+        wanted.stop = self.local.submit(wanted.root, items, made, wanted.left_s)
 
     def _cancel(self, wanted: Wanted) -> None:
         wanted.over = True

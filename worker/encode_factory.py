@@ -15,7 +15,7 @@ from kvferry.engine.budget import Limits
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import Computing, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import Computing, KeepGoing, ModelInfo, SuspendedPass
 from kvferry.engine.models.loader import auto_dtype, read_info
 from kvferry.engine.sample_rows import Found
 from kvferry.engine.state_memory import StateMemory
@@ -63,7 +63,7 @@ class NoSteps:
         raise AssertionError("an encode node shares no blocks between requests")
 
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+        self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
     ) -> Sequence[Found]:
         raise AssertionError("an encode node computes no steps")
 

@@ -11,7 +11,7 @@ from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.handshake import HandshakeTerms
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.runtime.thread_priority import give_way
+from kvferry.runtime.thread_priority import lower_priority
 from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.pool_memory import PoolMemory
@@ -72,4 +72,4 @@ class LinkParts:
         """
         self.enter_thread()
         if self._settings.role == "decode" or self._settings.elastic:
-            give_way(LINK_NICENESS)
+            lower_priority(LINK_NICENESS)

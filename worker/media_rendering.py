@@ -15,7 +15,7 @@ from kvferry.protocol.errors import InvalidRequest, Overloaded
 from kvferry.protocol.media import MODALITIES, RenderedPrompt
 from kvferry.protocol.speech import SpeechRequest
 from kvferry.runtime.limits import available_cores
-from kvferry.runtime.thread_priority import give_way
+from kvferry.runtime.thread_priority import lower_priority
 
 CORES_PER_THREAD, MAX_THREADS = 8, 4
 """CPU cores per thread, and maximum number of threads. Decoding and scaling of images partly releases the GIL."""
@@ -33,7 +33,7 @@ class MediaRenderer:
     def __init__(self, encoder: MediaEncoder, limits: Mapping[str, int], rendered: Callable[[], None]) -> None:
         self._encoder, self._limits, self._rendered = encoder, limits, rendered
         threads = min(MAX_THREADS, max(1, available_cores() // CORES_PER_THREAD))
-        self._threads = ThreadPoolExecutor(threads, "media-render", give_way, (NICENESS,))
+        self._threads = ThreadPoolExecutor(threads, "media-render", lower_priority, (NICENESS,))
         self._waiting = 0
 
     async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:

@@ -83,7 +83,7 @@ class Node:
         """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         self.address.start()
-        asked = asyncio.create_task(stop.asked.wait())
+        asked = asyncio.create_task(stop.requested.wait())
         ending = Ending.UNLOADED
         try:
             if await _first(asyncio.create_task(self._load()), asked):

@@ -195,7 +195,7 @@ class WorkerRuntime:
 
         The last node of its role first continues to serve until another is ready, while routers are connected. Then it
         accepts no new work, lets running work finish or move, leaves the cluster and stops."""
-        may_wait = stop.patience(self._settings.drain_timeout)
+        may_wait = stop.drain_window(self._settings.drain_timeout)
         await self.role_change.stop()
         if not self._settings.respawned and self.roles.now != "encode":  # prefill nodes can do an encode node's work
             await self._membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)

@@ -20,8 +20,8 @@ class AudioFamily(MediaFamily):
     def __init__(self, tower: Tower, token: str) -> None:
         super().__init__(tower, token, token)
         if tower.processor.sampling_rate != RATE:
-            told = f"the audio tower takes {tower.processor.sampling_rate} samples a second; only {RATE} are supported"
-            raise ConfigError(told, param="model")
+            problem = f"the audio tower takes {tower.processor.sampling_rate} samples a second; only {RATE} work"
+            raise ConfigError(problem, param="model")
 
     @abstractmethod
     def tokens(self, samples: int) -> int:
@@ -34,8 +34,8 @@ class AudioFamily(MediaFamily):
     def grid(self, file: bytes, field: str) -> Grid:
         found = clip(file, field, self.max_seconds)
         if not (tokens := self.tokens(len(found))):
-            told = f"{field} is too short: it has {len(found) / RATE:.3f} s of audio, less than one token"
-            raise InvalidRequest(told, param=field)
+            problem = f"{field} is too short: it has {len(found) / RATE:.3f} s of audio, less than one token"
+            raise InvalidRequest(problem, param=field)
         return (tokens,)
 
     def placeholders(self, grid: Grid) -> Placeholders:

@@ -47,7 +47,7 @@ class MediaEncoder(Protocol):
 class EmbeddingSource(Protocol):
     """Source of media's rows: a cache, another node, or this node's encoder. Thread-safe."""
 
-    def want(
+    def submit(
         self,
         root: bytes,
         items: Sequence[MediaItem],

@@ -38,8 +38,8 @@ class _Medium:
         try:
             file, grid, texts = msgpack.unpackb(item.data, use_list=False)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            told = f"the data of the {item.modality} {item.hash} are damaged: {error}"
-            raise InvalidRequest(told, param="messages") from error
+            problem = f"the data of the {item.modality} {item.hash} are damaged: {error}"
+            raise InvalidRequest(problem, param="messages") from error
         return cls(file, grid, texts)
 
 

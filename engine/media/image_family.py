@@ -98,8 +98,8 @@ class ImageFamily(MediaFamily):
         try:
             return self.pixels(found)
         except ValueError as error:
-            told = f"{field}: the model takes no image of {found.width} x {found.height} pixels"
-            raise InvalidRequest(told, param=field) from error
+            problem = f"{field}: the model takes no image of {found.width} x {found.height} pixels"
+            raise InvalidRequest(problem, param=field) from error
 
     def _preprocessed(self, images: Any, **how: Any) -> Any:
         """Return the processor's result for images, without rescaling and normalisation: still in 8 bits."""

@@ -83,8 +83,8 @@ def load_media_encoder(source: ModelSource, *, dtype: torch.dtype, device: torch
             raise
         except Exception as error:
             log.debug("loading the tower of %s", source.path, exc_info=True)
-            told = f"the {_TOWERS[modality]} tower of {source.name} cannot be run: {reason(error)}"
-            raise ConfigError(f"{told}; --language-model-only runs its text alone", param="model") from error
+            message = f"the {_TOWERS[modality]} tower of {source.name} cannot be run: {reason(error)}"
+            raise ConfigError(f"{message}; --language-model-only runs its text alone", param="model") from error
 
 
 def _load(

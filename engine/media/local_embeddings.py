@@ -1,7 +1,7 @@
 """LocalEmbeddings: media embeddings of this process, from a cache and one thread that runs the model's encoder.
 
 The thread takes one item at a time, so that the bits of its rows do not depend on other items, and takes roots
-(tenants) in turn. Requests that want the same item share its computation. The thread gives way to
+(tenants) in turn. Requests for the same item share its computation. The thread gives way to
 the engine's steps on shared cores."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.engine.media.encoder import MediaEncoder, Ready
 from kvferry.protocol.errors import DeadlineExceeded, Overloaded, StepFailed
 from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import DecodeTarget
-from kvferry.runtime.thread_priority import give_way
+from kvferry.runtime.thread_priority import lower_priority
 
 log = logging.getLogger("kvferry.engine")
 
@@ -37,7 +37,7 @@ Observe = Callable[[MediaItem, str, float], None]
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of `want`. rows: those that are here, by place. over: `ready` is or was called, or it was cancelled."""
+    """One call of `submit`. rows: those that are here, by place. over: `ready` was called, or it was cancelled."""
 
     ready: Ready
     keys: list[Key]
@@ -55,10 +55,10 @@ class _Call:
 
     def ends(self) -> bool:
         """Return whether `ready` is to be called now; true only once. The caller holds the lock."""
-        told, self.over = self.over, True
-        return not told
+        was_over, self.over = self.over, True
+        return not was_over
 
-    def tell(self, outcome: list[torch.Tensor] | Exception) -> None:
+    def resolve(self, outcome: list[torch.Tensor] | Exception) -> None:
         """Call `ready`; log any exception, since the thread must serve other calls."""
         try:
             self.ready(outcome)
@@ -68,10 +68,10 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One item to encode, and the calls that want it, each with the item's place in the call."""
+    """One item to encode, and the calls that need it, each with the item's place in the call."""
 
     item: MediaItem
-    wanted: list[tuple[_Call, int]]
+    callers: list[tuple[_Call, int]]
 
 
 class LocalEmbeddings:
@@ -105,7 +105,7 @@ class LocalEmbeddings:
         """Return a number that changes with each item; None while the thread is idle. From any thread."""
         return self._taken if self._busy else None
 
-    def want(
+    def submit(
         self,
         root: bytes,
         items: Sequence[MediaItem],
@@ -128,7 +128,7 @@ class LocalEmbeddings:
         for item in cached:
             self._observed(item, "cached", 0.0)
         if whole:
-            call.tell(call.outcome)
+            call.resolve(call.outcome)
         return lambda: self._cancel(call)
 
     def stop(self) -> None:
@@ -149,7 +149,7 @@ class LocalEmbeddings:
 
     def _queue(self, key: Key, item: MediaItem, call: _Call, place: int) -> None:
         if (work := self._works.get(key)) is not None:
-            work.wanted.append((call, place))
+            work.callers.append((call, place))
             return
         self._works[key] = _Work(item, [(call, place)])
         self._queues.setdefault(key[0], deque()).append(key)
@@ -164,7 +164,7 @@ class LocalEmbeddings:
             call.over = True
             for key in call.keys:
                 waiting, work = self._queues.get(key[0], ()), self._works.get(key)
-                if work is None or key not in waiting or any(not other.over for other, _ in work.wanted):
+                if work is None or key not in waiting or any(not other.over for other, _ in work.callers):
                     continue
                 del self._works[key]
                 self._queues[key[0]].remove(key)
@@ -178,16 +178,16 @@ class LocalEmbeddings:
             log.exception("the metrics of an encoded item failed")
 
     def _run(self) -> None:
-        give_way(NICENESS)
+        lower_priority(NICENESS)
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         while (key := self._next()) is not None:
             item, began = self._works[key].item, time.monotonic()
             outcome = self._encode(item, stream)
             ended = self._settle(key, outcome)
-            told = "failed" if isinstance(outcome, Exception) else "encoded"
-            self._observed(item, told, time.monotonic() - began)
+            label = "failed" if isinstance(outcome, Exception) else "encoded"
+            self._observed(item, label, time.monotonic() - began)
             for call in ended:
-                call.tell(outcome if isinstance(outcome, Exception) else call.outcome)
+                call.resolve(outcome if isinstance(outcome, Exception) else call.outcome)
 
     def _next(self) -> Key | None:
         """Wait for an item that some call still wants; None: stop. Its root goes to the end of the queue."""
@@ -203,12 +203,12 @@ class LocalEmbeddings:
                 key = keys.popleft()
                 if keys:
                     self._queues[root] = keys
-                if any(call.open for call, _ in self._works[key].wanted):
+                if any(call.open for call, _ in self._works[key].callers):
                     self._taken += 1
                     return key
-                late = [call for call, _ in self._works.pop(key).wanted if call.ends()]
+                late = [call for call, _ in self._works.pop(key).callers if call.ends()]
             for call in late:
-                call.tell(DeadlineExceeded("the media were not encoded in time"))
+                call.resolve(DeadlineExceeded("the media were not encoded in time"))
 
     @torch.inference_mode()
     def _encode(self, item: MediaItem, stream: torch.cuda.Stream | None) -> torch.Tensor | Exception:
@@ -227,11 +227,11 @@ class LocalEmbeddings:
     def _settle(self, key: Key, outcome: torch.Tensor | Exception) -> list[_Call]:
         """Keep an item's rows; return the calls that wait for nothing else."""
         with self._lock:
-            wanted, ended = self._works.pop(key).wanted, []
+            callers, ended = self._works.pop(key).callers, []
             if isinstance(outcome, torch.Tensor):
                 self.encoded += 1
                 self._cache.put(key, outcome)
-            for call, place in wanted:
+            for call, place in callers:
                 if isinstance(outcome, torch.Tensor):
                     call.rows[place] = outcome
                 if (isinstance(outcome, Exception) or len(call.rows) == len(call.keys)) and call.ends():

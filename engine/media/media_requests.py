@@ -77,7 +77,7 @@ class MediaRequests:
             self._place(request)
             assert self.source is not None
             left_s = request.job.deadline_s - (time.monotonic() - request.arrived)
-            media.cancel = self.source.want(request.root, items, ready, left_s, request.job.encoder)
+            media.cancel = self.source.submit(request.root, items, ready, left_s, request.job.encoder)
         except Exception as error:
             known = _known(error)
             self._post(lambda: self._failed(key, known))

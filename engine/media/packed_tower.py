@@ -14,7 +14,7 @@ from kvferry.engine.models.hf_dense import DenseModule
 from kvferry.kernels.activation import GELU, GELU_TANH, Activation
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.linear import Linear
-from kvferry.runtime.thread_priority import give_way
+from kvferry.runtime.thread_priority import lower_priority
 
 NICENESS = 10
 """Steps by which threads of towers give way to those of streams."""
@@ -61,7 +61,7 @@ def pack_tower(module: Any) -> None:
     Its kernels have threads of their own, of the priority of background work."""
     if module.dtype != torch.bfloat16 or module.device.type != "cpu" or instruction_set() is None:
         return
-    with ThreadPoolExecutor(1, initializer=give_way, initargs=(NICENESS,)) as quiet:
+    with ThreadPoolExecutor(1, initializer=lower_priority, initargs=(NICENESS,)) as quiet:
         ops = quiet.submit(CpuOps).result()  # threads have the priority of the one that makes them
     for name in [name for name, _ in module.named_modules()]:
         part = module.get_submodule(name)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kvferry.engine.media.audio_family import AudioFamily
 from kvferry.engine.media.media_family import Tower
 
-_REACH = 2
+_MAX_SHIFT = 2
 """Frames behind a clip that the convolutions of its last positions reach."""
 
 
@@ -27,7 +27,7 @@ class Qwen2Audio(AudioFamily):
     def rows(self, samples: torch.Tensor) -> torch.Tensor:
         module, own = self.tower.module, self.tower.module.audio_tower
         count = self._positions(len(samples))
-        mel = self._mel(samples)[None, :, : 2 * count + _REACH]
+        mel = self._mel(samples)[None, :, : 2 * count + _MAX_SHIFT]
         x = F.gelu(own.conv2(F.gelu(own.conv1(mel)))).transpose(1, 2)[:, :count]
         x = x + own.embed_positions.weight[:count]
         for layer in own.layers:

@@ -82,9 +82,9 @@ def load_adapter(files: AdapterFiles, model: Computing) -> Adapter:
             raise _misfit(files, f"it adapts {target} of layer {index}, which has no attention in {model.info.name}")
         if site is None:
             raise _misfit(files, f"its target {target} is not one of {', '.join(sites)}")
-        wanted, given = site.shapes(files.rank, ranks), (tuple(down.shape), tuple(up.shape))
-        if given != wanted:
-            raise _misfit(files, f"layer {index} {target} has shapes {given}; {model.info.name} needs {wanted}")
+        expected, actual = site.shapes(files.rank, ranks), (tuple(down.shape), tuple(up.shape))
+        if actual != expected:
+            raise _misfit(files, f"layer {index} {target} has shapes {actual}; {model.info.name} needs {expected}")
         if model.config.family.interleaved and target in ("q_proj", "k_proj"):
             half_split(up, model.config.head_dim, model.config.rope.dim)
         scaled = (up.float() * files.scale * site.factor).to(model.dtype)

@@ -16,7 +16,7 @@ from kvferry.engine.models.layer_inputs import Normed
 from kvferry.engine.models.reader import TensorReader
 from kvferry.kernels.linear import Linear
 
-_LEAST = 1e-5
+_TINY = 1e-5
 """Smallest mean square of a stream that is scaled to another's magnitude."""
 
 
@@ -80,8 +80,8 @@ class Streams:
 
 def _scaled(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return x [T, hidden] with the root mean square of target."""
-    wanted, own = (each.float().square().mean(-1, keepdim=True) for each in (target, x))
-    return (x.float() * (wanted.sqrt() / own.clamp(min=_LEAST).sqrt())).to(x.dtype)
+    target_power, own = (each.float().square().mean(-1, keepdim=True) for each in (target, x))
+    return (x.float() * (target_power.sqrt() / own.clamp(min=_TINY).sqrt())).to(x.dtype)
 
 
 def read_altup(reader: TensorReader, config: AltUpConfig, prefix: str) -> AltUp:

@@ -14,7 +14,8 @@ from kvferry.kernels.ops import Ops
 from kvferry.protocol.layer_groups import LayerGroups
 from kvferry.protocol.layout import CachedLayer, KVLayout
 
-Wanted = Callable[[], bool]
+KeepGoing = Callable[[], bool]
+"""Called between layers: returns whether the computation should continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class SuspendedPass:
 
 
 class ForwardAbandoned(Exception):
-    """A computation was abandoned: it is not wanted any more, or something else comes first.
+    """A computation was abandoned: nobody needs it any more, or something else comes first.
 
     halfway: where it stopped, if it can be resumed there."""
 
@@ -98,13 +99,13 @@ class Model(Computing, Protocol):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, hidden] after the final norm, of token_ids int64 [T]; write the tokens' K/V.
 
-        They go into the pool `kv`, in the shape of `KVLayout`. Prompts ask between layers whether they are still
-        wanted; if not, it raises ForwardAbandoned, with K/V of some layers written. If that error has `halfway`, a
+        They go into the pool `kv`, in the shape of `KVLayout`. If `keep_going` returns False between
+        layers of prompts, it raises ForwardAbandoned, with K/V of some layers written. If that error has `halfway`, a
         pass of all or some of these tokens can continue from there."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

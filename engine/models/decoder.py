@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from kvferry.engine.models.base import ForwardAbandoned, Model, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, Model, ModelInfo, SuspendedPass
 from kvferry.engine.models.config import DecoderConfig
 from kvferry.engine.models.decoder_form import activation_of, decoder_form, layer_places
 from kvferry.engine.models.latent_attention import latent_attention
@@ -66,37 +66,37 @@ class Decoder(Model):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         plan = self._rotations.placed(plan)
         if self._step is not None and halfway is None and self._recorded(self._step, plan, kv):
             try:
-                return self._step(token_ids, kv, plan, wanted)
+                return self._step(token_ids, kv, plan, keep_going)
             except Halted as halted:
                 x = self._normed(halted.residual, self.parameters.layers[halted.layer].input_norm)
                 raise ForwardAbandoned(SuspendedPass(halted.layer, x, halted.residual)) from None
-        return self._one_by_one(token_ids, kv, plan, wanted, halfway)
+        return self._one_by_one(token_ids, kv, plan, keep_going, halfway)
 
     def _one_by_one(
         self,
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         inputs = self._layer_inputs(token_ids)
         halfway = halfway or self._begun(token_ids, plan)
-        return self._layers(halfway, len(self.parameters.layers), kv, plan, inputs, wanted).x
+        return self._layers(halfway, len(self.parameters.layers), kv, plan, inputs, keep_going).x
 
     def _layers(
-        self, begin: SuspendedPass, end: int, kv: torch.Tensor, plan: BatchPlan, inputs: Inputs, wanted: Wanted
+        self, begin: SuspendedPass, end: int, kv: torch.Tensor, plan: BatchPlan, inputs: Inputs, keep_going: KeepGoing
     ) -> SuspendedPass:
         """Return the pass before layer `end`, or with hidden states as x. Raises ForwardAbandoned."""
         x, residual = begin.x, begin.residual
         for index in range(begin.layer, end):
-            if index > begin.layer and not wanted():
+            if index > begin.layer and not keep_going():
                 raise ForwardAbandoned(SuspendedPass(index, x, residual))
             x, residual = self._through(index, x, residual, kv, plan, inputs)
         return SuspendedPass(max(begin.layer, end), x, residual)

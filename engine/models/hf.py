@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engine.models.base import Model, ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, Model, ModelInfo, SuspendedPass
 from kvferry.engine.models.hf_attention import AttentionSlot, PagedAttention, seated_attention
 from kvferry.engine.models.hf_dense import DenseModule
 from kvferry.kernels.batch_plan import BatchPlan
@@ -72,11 +72,11 @@ class HFModel(Model):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         assert halfway is None, "a transformers module cannot resume a pass"
-        self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, wanted)
+        self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, keep_going)
         try:
             return hidden_states(self._module, token_ids, plan.positions)
         finally:

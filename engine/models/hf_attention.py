@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvferry.engine.models.base import ForwardAbandoned, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.ops import Ops
 from kvferry.protocol.errors import ConfigError
@@ -74,19 +74,19 @@ def seated_attention(
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention in `dtype` through the pool `kv` by `plan`. Raises ForwardAbandoned once it is not `wanted`."""
+    """Attention in `dtype` through the pool `kv` by `plan`. Raises ForwardAbandoned once `keep_going()` is false."""
 
     ops: Ops
     kv: torch.Tensor
     plan: BatchPlan
     dtype: torch.dtype
-    wanted: Wanted
+    keep_going: KeepGoing
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """Write k and v to the pool and compute paged attention; raise ForwardAbandoned if no longer wanted."""
-        if not self.wanted():
+        """Write k and v to the pool and compute paged attention; raise ForwardAbandoned unless `keep_going()`."""
+        if not self.keep_going():
             raise ForwardAbandoned
         kv_layer, dtype = self.kv[:, layer], q.dtype
         q, k, v = (tensor.to(self.dtype).contiguous() for tensor in (q, k, v))

@@ -114,7 +114,7 @@ def _load_quantised(
     config = transformers.AutoConfig.from_pretrained(source.path, local_files_only=True)
     for name in ("quantization_config", "compression_config"):
         config.__dict__.pop(name, None)
-    with torch.device("meta"), _told(source):
+    with torch.device("meta"), _as_config_error(source):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     kind = type(skeleton)
     coded = coded_layers(skeleton, weights, forms, dtype, device)
@@ -139,7 +139,7 @@ def _load_module(source: ModelSource, dtype: torch.dtype, kind: Any = None, **ex
     is_file = source.kind == "gguf"
     place = source.path.parent if is_file else source.path
     extra |= {"gguf_file": source.path.name} if is_file else {}
-    with _told(source):
+    with _as_config_error(source):
         module, loaded = (kind or transformers.AutoModelForCausalLM).from_pretrained(
             place,
             dtype=dtype,
@@ -156,7 +156,7 @@ def _load_module(source: ModelSource, dtype: torch.dtype, kind: Any = None, **ex
 
 
 @contextlib.contextmanager
-def _told(source: ModelSource) -> Iterator[None]:
+def _as_config_error(source: ModelSource) -> Iterator[None]:
     """Turn exceptions of transformers into a ConfigError of one line."""
     try:
         yield

@@ -37,8 +37,8 @@ class LayerInputs:
         Tokens beyond the table are its first."""
         known = token_ids.masked_fill(token_ids >= self.words, 0)
         shape = len(token_ids), -1, len(self.norm)
-        told = normed(self.projection(embedded).view(shape), self.norm)
-        both: torch.Tensor = told + self.table.rows(known).view(shape)
+        projected = normed(self.projection(embedded).view(shape), self.norm)
+        both: torch.Tensor = projected + self.table.rows(known).view(shape)
         return both * math.sqrt(0.5)
 
 

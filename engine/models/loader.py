@@ -90,11 +90,11 @@ def load_model(
             raise
         except Exception as error:
             log.debug("loading %s", source.path, exc_info=True)
-            told = f"{source.name} cannot be run: {reason(error)}"
+            problem = f"{source.name} cannot be run: {reason(error)}"
             # PyTorch's allocator on a CPU raises a plain RuntimeError.
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                told = f"the weights of {source.name} do not fit the memory of {device}"
-            raise ConfigError(told, param="model") from error
+                problem = f"the weights of {source.name} do not fit the memory of {device}"
+            raise ConfigError(problem, param="model") from error
 
 
 def _load(

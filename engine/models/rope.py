@@ -35,9 +35,9 @@ class RopeTables:
         shape = length, len(self._frequencies)
         self.cos, self.sin = torch.empty(shape, device=device), torch.empty(shape, device=device)
         self._computed = 0
-        self.reach(1 if device.type == "cpu" else length)
+        self.grow_to(1 if device.type == "cpu" else length)
 
-    def reach(self, length: int) -> None:
+    def grow_to(self, length: int) -> None:
         """Compute the rows of sequences of this length that are missing."""
         while self._computed < min(length, len(self.cos)):
             begin, end = self._computed, min(self._computed + ROWS_AT_ONCE, len(self.cos))

@@ -32,7 +32,7 @@ class Rotations:
 
         Tokens without media have three equal positions, so a batch of these alone needs no tables of its own."""
         for each in self._growing:
-            each.reach(max(plan.total_lens, default=0))
+            each.grow_to(max(plan.total_lens, default=0))
         if plan.rope_positions is None:
             return plan
         if plan.media is None or self._axes is None:

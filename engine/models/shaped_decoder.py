@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.engine.models.base import SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.layer_inputs import LayerInputs, read_inputs
 from kvferry.engine.models.parameters import ParameterLoader, Parameters
@@ -47,15 +47,15 @@ class ShapedDecoder(Decoder):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         """Compute the layers; those that write no K/V only for tokens whose hidden states are read."""
         end, count = self.shapes.sharing, len(self.parameters.layers)
         if end == count or plan.last is None or plan.adapted or len(plan.last) == plan.num_tokens:
-            return super()._one_by_one(token_ids, kv, plan, wanted, halfway)
+            return super()._one_by_one(token_ids, kv, plan, keep_going, halfway)
         inputs = self._layer_inputs(token_ids)
-        whole = self._layers(halfway or self._begun(token_ids, plan), end, kv, plan, inputs, wanted)
+        whole = self._layers(halfway or self._begun(token_ids, plan), end, kv, plan, inputs, keep_going)
         hidden = torch.zeros(len(token_ids), self.config.hidden_size, dtype=self.dtype, device=self.device)
         if plan.last:
             tokens, alone = plan.of_last()

@@ -172,7 +172,7 @@ def missing(name: str) -> ConfigError:
     return ConfigError(f"the model's files lack the tensor {name}", param="model")
 
 
-def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Raise ConfigError where a tensor's shape differs from the config's."""
-    if found != wanted:
-        raise ConfigError(f"tensor {name} has shape {found}, the config says {wanted}", param="model")
+    if found != expected:
+        raise ConfigError(f"tensor {name} has shape {found}, the config says {expected}", param="model")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, SuspendedPass
 from kvferry.engine.ranks.adapters import Numbers, joined_layers
 from kvferry.engine.ranks.rank_worker import RankWorker
 from kvferry.kernels.batch_plan import BatchPlan
@@ -27,20 +27,20 @@ CONTINUE, STOP = b"1", b"0"
 class Forward:
     """Message: run `Decoder.forward`.
 
-    asks: ranks ask between layers whether the result is still wanted; draws: logits of all tokens are computed as well.
+    polls: ranks ask between layers whether to continue; draws: logits of all tokens are computed as well.
     """
 
     token_ids: torch.Tensor
     plan: BatchPlan
     halfway: SuspendedPass | None
-    asks: bool
+    polls: bool
     draws: bool
 
     def run(self, part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
         """Run the forward pass on this rank."""
-        wanted: Wanted = (lambda: receive() == CONTINUE) if self.asks else always
+        keep_going: KeepGoing = (lambda: receive() == CONTINUE) if self.polls else always
         token_ids, plan = part.inputs(self.token_ids, self.plan)
-        hidden = part.decoder.forward(token_ids, kv, plan, wanted, self.halfway and part.brought(self.halfway))
+        hidden = part.decoder.forward(token_ids, kv, plan, keep_going, self.halfway and part.brought(self.halfway))
         if self.draws:
             part.decoder.logits(hidden)
 

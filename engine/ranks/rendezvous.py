@@ -25,7 +25,7 @@ class Rendezvous(Protocol):
     where: bytes
     inherited: tuple[int, ...]
 
-    def store(self, rank: int, ranks: int, where: bytes, patience: timedelta) -> Any:
+    def store(self, rank: int, ranks: int, where: bytes, max_wait: timedelta) -> Any:
         """Return torch's store. where: rank 0's `where`."""
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class FileRendezvous:
         self._descriptor = descriptor
         self.inherited: tuple[int, ...] = (descriptor,)
 
-    def store(self, rank: int, ranks: int, where: bytes, patience: timedelta) -> Any:
+    def store(self, rank: int, ranks: int, where: bytes, max_wait: timedelta) -> Any:
         return _dist.FileStore(f"/proc/self/fd/{self._descriptor}", ranks)
 
     def close(self) -> None:
@@ -68,9 +68,9 @@ class TcpRendezvous:
             self._listener = socket.create_server((address, 0), family=family_of(address)[0])
             self.where = host_port(address, self._listener.getsockname()[1]).encode()
 
-    def store(self, rank: int, ranks: int, where: bytes, patience: timedelta) -> Any:
+    def store(self, rank: int, ranks: int, where: bytes, max_wait: timedelta) -> Any:
         host, port = parse_host_port(where.decode())
-        options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
+        options: dict[str, Any] = {"timeout": max_wait, "wait_for_workers": False}
         if self._listener is not None:
             options |= {"is_master": True, "master_listen_fd": self._listener.detach()}
             self._listener = None

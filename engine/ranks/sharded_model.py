@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvferry.engine.fault_isolation import DeviceLost
-from kvferry.engine.models.base import ForwardAbandoned, Model, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, Model, SuspendedPass
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.ranks.adapters import Numbers
 from kvferry.engine.ranks.calls import CONTINUE, STOP, CopyBlock, DropAdapter, Forward, Logits, TakeAdapter, packed
@@ -46,15 +46,15 @@ class ShardedModel(Model):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         """Return the hidden states of all tokens: see `Model`."""
         with self._together():
-            asks = wanted is not always
-            self._send_step(Forward(token_ids, plan, halfway, asks, draws=False))
-            wanted = self._synchronized(wanted) if asks else wanted
-            return self._forward(token_ids, kv, plan, wanted, halfway)
+            polls = keep_going is not always
+            self._send_step(Forward(token_ids, plan, halfway, polls, draws=False))
+            keep_going = self._synchronized(keep_going) if polls else keep_going
+            return self._forward(token_ids, kv, plan, keep_going, halfway)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, vocab]."""
@@ -65,7 +65,7 @@ class ShardedModel(Model):
     def next_logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:
         """Compute a step of decodes and return its logits."""
         with self._together():
-            self._send_step(Forward(token_ids, plan, None, asks=False, draws=True))
+            self._send_step(Forward(token_ids, plan, None, polls=False, draws=True))
             return NextLogits(self.own.decoder.logits(self._forward(token_ids, kv, plan)))
 
     def copy_block(self, kv: torch.Tensor, source: int, target: int) -> None:
@@ -84,21 +84,21 @@ class ShardedModel(Model):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         token_ids, plan = self.own.inputs(token_ids, plan)
-        return self.own.decoder.forward(token_ids, self.own.of_pool(kv), plan, wanted, halfway)
+        return self.own.decoder.forward(token_ids, self.own.of_pool(kv), plan, keep_going, halfway)
 
-    def _synchronized(self, wanted: Wanted) -> Wanted:
-        """Return a `wanted` whose answers the other ranks get, too, so that all stop before the same layer."""
+    def _synchronized(self, keep_going: KeepGoing) -> KeepGoing:
+        """Return a `keep_going` whose answers go to the other ranks, too, so that all stop before the same layer."""
 
-        def asked() -> bool:
-            found = wanted()
-            self._send(CONTINUE if found else STOP)
-            return found
+        def polled() -> bool:
+            answer = keep_going()
+            self._send(CONTINUE if answer else STOP)
+            return answer
 
-        return asked
+        return polled
 
     @contextmanager
     def _together(self) -> Iterator[None]:

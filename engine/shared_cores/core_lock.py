@@ -64,7 +64,7 @@ class CoreLock:
         """Release the cores."""
         _LIBC.pthread_mutex_unlock(self._held)
 
-    def wanted(self) -> bool:
+    def contended(self) -> bool:
         """Return whether another process waits for the cores."""
         if not _taken(self._next, _LIBC.pthread_mutex_trylock(self._next)):
             return True
@@ -83,7 +83,7 @@ class CoreLock:
 
     def hurried(self) -> bool:
         """Return whether another process waits for the cores with urgent work."""
-        return time.monotonic_ns() < self._urgent_ns.value and self.wanted()
+        return time.monotonic_ns() < self._urgent_ns.value and self.contended()
 
 
 def _mutexes(memory: mmap.mmap) -> tuple[c_void_p, c_void_p]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from kvferry.engine.models.base import Wanted
+from kvferry.engine.models.base import KeepGoing
 
-PATIENCE_S = 0.25
+MAX_WAIT_S = 0.25
 """Longest wait for the cores: their holder may be stopped, or compute something that cannot be interrupted."""
-LEAST_S = 0.005
+MIN_TURN_S = 0.005
 """Shortest turn: handing the cores over takes a part of a millisecond."""
 
 
@@ -24,7 +24,7 @@ class SharedCores(Protocol):
     def leave(self) -> None:
         """Release the cores."""
 
-    def wanted(self) -> bool:
+    def contended(self) -> bool:
         """Return whether another process waits for the cores."""
 
     def hurry(self) -> None:
@@ -48,7 +48,7 @@ class CoreTurns:
         self, cores: SharedCores | None = None, turn_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._cores, self._turn_s, self._clock = cores, turn_s, clock
-        self._patience_s = PATIENCE_S
+        self._max_wait_s = MAX_WAIT_S
         self._has = self._urgent = False
         self._since = self._waited_s = self.waited_s = 0.0
 
@@ -58,18 +58,18 @@ class CoreTurns:
             self._cores.hurry()
 
     @contextmanager
-    def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
+    def computing(self, keep_going: KeepGoing, *, whole: bool = False, urgent: bool = False) -> Iterator[KeepGoing]:
         """Hold the cores inside the context.
 
         whole: without interruption; urgent: other processes should not make it wait. Yields a function to call between
-        layers in place of `wanted`."""
+        layers in place of `keep_going`."""
         if self._cores is None:
-            yield wanted
+            yield keep_going
             return
         self._urgent, self.waited_s = urgent, 0.0
         self._take(self._cores)
         try:
-            yield wanted if whole else lambda: self._hand_on() and wanted()
+            yield keep_going if whole else lambda: self._hand_on() and keep_going()
         finally:
             self._leave()
 
@@ -81,17 +81,17 @@ class CoreTurns:
         return True
 
     def _due(self, cores: SharedCores, kept_s: float) -> bool:
-        if kept_s <= LEAST_S:
+        if kept_s <= MIN_TURN_S:
             return False
-        return (kept_s > self._turn_s - self._waited_s and cores.wanted()) or (not self._urgent and cores.hurried())
+        return (kept_s > self._turn_s - self._waited_s and cores.contended()) or (not self._urgent and cores.hurried())
 
     def _take(self, cores: SharedCores) -> None:
         """Take the cores; after a wait that timed out, do not wait again until they were free once."""
         began = self._clock()
         if self._urgent:
             cores.hurry()
-        self._has = cores.take(self._patience_s)
-        self._patience_s = PATIENCE_S if self._has else 0.0
+        self._has = cores.take(self._max_wait_s)
+        self._max_wait_s = MAX_WAIT_S if self._has else 0.0
         if self._urgent:
             cores.calm()
         self._since = self._clock()

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from kvferry.engine.request_table import RequestTable
 
-LONGEST_S = 1.5
+MAX_PAUSE_S = 1.5
 """Longest pause of running streams, in seconds."""
-BRIEF_S = 0.1
+MAX_PAUSE_BESIDE_S = 0.1
 """Longest pause between two steps while newcomers' streams run, in seconds."""
-EARNED = 7.0
+EARNED_PER_STEP_S = 7.0
 """Seconds of pause that one second of steps earns: streams keep an eighth of the time."""
 
 
@@ -29,7 +29,7 @@ class NewcomerPriority:
         self, request_table: RequestTable, *, shares: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._request_table, self._shares, self._clock = request_table, shares, clock
-        self._left_s, self._stood_s = LONGEST_S, 0.0
+        self._allowance_s, self._paused_s = MAX_PAUSE_S, 0.0
         self._since: float | None = None
 
     def pause_s(self) -> float:
@@ -38,18 +38,18 @@ class NewcomerPriority:
             return 0.0
         now = self._clock()
         if self._since is not None:
-            self._left_s -= now - self._since
-            self._stood_s += now - self._since
-        pause_s = min(self._left_s, self._most_s() - self._stood_s)
+            self._allowance_s -= now - self._since
+            self._paused_s += now - self._since
+        pause_s = min(self._allowance_s, self._max_pause_s() - self._paused_s)
         self._since = now if pause_s > 0 else None
         return max(0.0, pause_s)
 
     def stepped(self, seconds: float) -> None:
         """Record a step's duration."""
-        self._since, self._stood_s = None, 0.0
-        self._left_s = min(LONGEST_S, max(0.0, self._left_s) + EARNED * seconds)
+        self._since, self._paused_s = None, 0.0
+        self._allowance_s = min(MAX_PAUSE_S, max(0.0, self._allowance_s) + EARNED_PER_STEP_S * seconds)
 
-    def _most_s(self) -> float:
+    def _max_pause_s(self) -> float:
         """Return the longest pause before the next step, in seconds.
 
         It is 0 unless a newcomer's prompt is computed elsewhere, and none here."""
@@ -58,4 +58,4 @@ class NewcomerPriority:
         here = [request for request in self._request_table.running if request.job.newcomer]
         if any(not request.output_len for request in here):
             return 0.0
-        return BRIEF_S if here else LONGEST_S
+        return MAX_PAUSE_BESIDE_S if here else MAX_PAUSE_S

@@ -13,7 +13,7 @@ from kvferry.engine.speech.containers import mp4_fault, readable
 from kvferry.engine.speech.log_mel import RATE
 from kvferry.protocol.errors import InvalidRequest, reason
 
-MAX_CHANNELS, LEAST_RATE, MOST_RATE = 64, 4000, 768_000
+MAX_CHANNELS, MIN_RATE, MAX_RATE = 64, 4000, 768_000
 """Maximum of a file's channels, lowest and highest sampling rate in Hz: at a low rate few bytes are hours of audio."""
 _FORMATS = {
     b"RIFF": "wav",
@@ -47,13 +47,13 @@ class AudioFile:
             raise self._undecodable(reason(error)) from error
         if stream is None:
             raise self._undecodable("it has no audio")
-        if not LEAST_RATE <= (stream.rate or 0) <= MOST_RATE:
-            bounds = f"{LEAST_RATE} to {MOST_RATE} Hz, got {stream.rate or 0}"
+        if not MIN_RATE <= (stream.rate or 0) <= MAX_RATE:
+            bounds = f"{MIN_RATE} to {MAX_RATE} Hz, got {stream.rate or 0}"
             raise self._refused(f"must have a sampling rate of {bounds}")
         if not 0 < stream.channels <= MAX_CHANNELS:
             raise self._refused(f"must have 1 to {MAX_CHANNELS} channels")
-        if (told := self._container.duration) is not None:
-            self._check(told / 1e6)
+        if (duration_us := self._container.duration) is not None:
+            self._check(duration_us / 1e6)
         self._stream = stream
         self._pieces = self._decode()
         self._rest = torch.empty(0)

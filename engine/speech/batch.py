@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.engine.speech.decoder import Decoder, Heard, Row
+from kvferry.engine.speech.decoder import AttentionScores, Decoder, Row
 from kvferry.engine.speech.rules import DecodingRules
 from kvferry.engine.speech.window import Attempt, Reading
 from kvferry.kernels.ops import Ops
@@ -60,9 +60,9 @@ class SpeechBatch:
         """Return a reading's last logits, or the scores of its alignment heads, on the host."""
         window = reading.window
         rows = [Row(token, at, window.text, window.audio) for at, token in enumerate(reading.tokens)]
-        heard = Heard()
-        hidden = self._decoder.hidden(rows, heard if reading.heads else None)
-        return torch.stack(heard).cpu() if reading.heads else self._decoder.logits(hidden[-1:])[0].cpu()
+        scores = AttentionScores()
+        hidden = self._decoder.hidden(rows, scores if reading.heads else None)
+        return torch.stack(scores).cpu() if reading.heads else self._decoder.logits(hidden[-1:])[0].cpu()
 
     def _take(self, attempt: Attempt, token: int, logprob: float) -> bool:
         """Note a drawn token; return whether the attempt ended."""

@@ -16,7 +16,7 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.ops import Ops
 from kvferry.model_files.speech_config import SpeechConfig
 
-Heard = list[torch.Tensor]
+AttentionScores = list[torch.Tensor]
 """Scores of alignment heads, each float32 [row, position], not normalised."""
 
 
@@ -67,10 +67,10 @@ class Decoder:
             parts = padded.view(len(blocks), slots, 2, self._heads, self._dim)
             self._kv[:, index].index_copy_(0, ids, parts.permute(0, 2, 3, 1, 4).to(self._kv.dtype))
 
-    def hidden(self, rows: Sequence[Row], heard: Heard | None = None) -> torch.Tensor:
+    def hidden(self, rows: Sequence[Row], scores: AttentionScores | None = None) -> torch.Tensor:
         """Return hidden states [row, width] after the last norm; writes the rows' keys and values.
 
-        A row sees the tokens of its window up to its own: those before it in the same step, too. heard: gets the scores
+        A row sees the tokens of its window up to its own: those before it in the same step, too. scores: gets those
         of some heads, if all rows are of one window."""
         own, audio = self._plans(rows)
         ids = torch.tensor([row.token for row in rows], device=self._kv.device)
@@ -80,8 +80,8 @@ class Decoder:
             pool = self._kv[:, index]
             x = x + self._attend(x, layer.attention, pool, own)
             q = self._queries(x, layer.cross)
-            if heard is not None:
-                self._score(heard, index, q, pool, rows[0].audio)
+            if scores is not None:
+                self._score(scores, index, q, pool, rows[0].audio)
             x = x + layer.cross.out(self._ops.paged_attention(q, pool, audio, self._scale).flatten(1))
             x = layer.mlp.add_to(x, self._ops)
         return self._ops.layer_norm(x, self._norm, EPS)
@@ -90,13 +90,15 @@ class Decoder:
         """Return float32 logits [n, vocabulary] of hidden states."""
         return self._vocabulary.logits(hidden)
 
-    def _score(self, heard: Heard, index: int, q: torch.Tensor, pool: torch.Tensor, audio: Sequence[int]) -> None:
+    def _score(
+        self, scores: AttentionScores, index: int, q: torch.Tensor, pool: torch.Tensor, audio: Sequence[int]
+    ) -> None:
         """Add the scores of this layer's alignment heads."""
         blocks = torch.tensor(audio, device=pool.device)
         for layer, head in self._config.alignment_heads:
             if layer == index:
                 keys = pool[blocks, 0, head].flatten(0, 1)[: self._config.positions]
-                heard.append((q[:, head].float() @ keys.float().T) * self._scale)
+                scores.append((q[:, head].float() @ keys.float().T) * self._scale)
 
     @property
     def _scale(self) -> float:

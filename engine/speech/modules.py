@@ -15,7 +15,7 @@ from kvferry.kernels.ops import Ops
 
 EPS = 1e-5
 """Added to the variance of layer norms."""
-MOST_COLUMNS = 8
+MAX_COLUMNS = 8
 """Largest number of rows that are multiplied as columns."""
 
 
@@ -84,7 +84,7 @@ class Vocabulary:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [n, vocabulary] of hidden states [n, width]."""
         count = len(hidden)
-        if self.columns is None or count > MOST_COLUMNS:
+        if self.columns is None or count > MAX_COLUMNS:
             return self.linear(hidden, torch.float32)
         pair = hidden.contiguous() if count > 1 else hidden.repeat(2, 1)
         return torch.mm(self.columns, pair.T)[:, :count].T.contiguous()

@@ -8,7 +8,7 @@ from kvferry.engine.speech.log_mel import HOP
 
 LOUD = 10 ** (-55 / 20)
 """Root mean square of a frame's samples from which on it may be speech, as a share of full scale."""
-LEAST_FRAMES = 100
+MIN_FRAMES = 100
 """Shortest silence that is skipped, in frames of 0.01 s."""
 LEAD_FRAMES = 20
 """Frames before the first sound that are not skipped."""
@@ -22,4 +22,4 @@ def leading_silence(samples: torch.Tensor, *, last: bool) -> int:
     if last and not len(loud):
         return whole
     first = int(loud[0]) if len(loud) else whole
-    return first - LEAD_FRAMES if first >= LEAST_FRAMES else 0
+    return first - LEAD_FRAMES if first >= MIN_FRAMES else 0

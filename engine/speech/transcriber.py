@@ -20,12 +20,12 @@ from kvferry.engine.speech.window import Attempt, Decoded, Reading, Window, comp
 from kvferry.engine.speech.words import split_words, timed, word_times
 from kvferry.model_files.speech_config import SpeechConfig
 
-MAX_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6
+MAX_COMPRESSION, MIN_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6
 """Bounds beyond which a window's text counts as wrong, and the no-speech threshold (Radford et al. 2022)."""
 FORGETS_ABOVE = 0.5
 """Temperature above which a window's text is not used as the next one's prompt."""
 FRAMES_PER_S = 100
-LEAST_REST = 10
+MIN_REST_FRAMES = 10
 """Fewest frames after the last complete segment that are transcribed: fewer hold no word, but the model writes one."""
 
 
@@ -55,14 +55,14 @@ class Transcriber:
 
     async def segments(self) -> AsyncIterator[Segment]:
         """Yield segments as their windows are decoded. Raises InvalidRequest for audio that cannot be decoded."""
-        seek, count, least = 0, self._model.config.frames * HOP, HOP
+        seek, count, min_samples = 0, self._model.config.frames * HOP, HOP
         while True:
             before = min(EDGE, seek * HOP)
             audio = await self._track.read(seek * HOP - before, before + count + EDGE)
             samples = audio[before : before + count]
-            if len(samples) < least:
+            if len(samples) < min_samples:
                 return
-            least = LEAST_REST * HOP
+            min_samples = MIN_REST_FRAMES * HOP
             if quiet := leading_silence(samples, last=len(samples) < count):
                 seek, self.skipped = seek + quiet, self.skipped + quiet
                 continue
@@ -88,7 +88,7 @@ class Transcriber:
             if not self.language:
                 self.language = await self._spoken(window)
             decoded, temperature = await self._decoded(window)
-            if decoded.no_speech_prob > NO_SPEECH and decoded.avg_logprob <= LEAST_LOGPROB:
+            if decoded.no_speech_prob > NO_SPEECH and decoded.avg_logprob <= MIN_LOGPROB:
                 self.language = self._options.language  # silence does not show the language
                 return [], frames
             cuts, ahead = cut(decoded.tokens, self._tokens.timestamps, frames)
@@ -117,9 +117,9 @@ class Transcriber:
         for temperature in self._options.temperatures:
             attempt = Attempt(window, prompt, start, temperature, seed=len(self._written), limit=limit)
             decoded: Decoded = await asyncio.wrap_future(self._model.loop.decode(attempt))
-            silent = decoded.no_speech_prob > NO_SPEECH and decoded.avg_logprob < LEAST_LOGPROB
+            silent = decoded.no_speech_prob > NO_SPEECH and decoded.avg_logprob < MIN_LOGPROB
             repeats = compression_ratio(self._text(decoded.tokens)) > MAX_COMPRESSION
-            if silent or not (repeats or decoded.avg_logprob < LEAST_LOGPROB):
+            if silent or not (repeats or decoded.avg_logprob < MIN_LOGPROB):
                 break
             self.fallbacks += 1
         return decoded, temperature
@@ -127,8 +127,8 @@ class Transcriber:
     def _prompt(self) -> tuple[list[int], int]:
         """Return the decoder's prompt, and the place of its start token."""
         before = self._written[self._fresh :][-(self._model.config.context // 2 - 1) :]
-        told = [self._tokens.previous, *before] if before else []
-        return [*told, *self._beginning()], len(told)
+        previous_text = [self._tokens.previous, *before] if before else []
+        return [*previous_text, *self._beginning()], len(previous_text)
 
     def _beginning(self) -> list[int]:
         """Return start, language and task."""

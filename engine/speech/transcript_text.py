@@ -67,7 +67,7 @@ def failed(error: KvferryError) -> bytes:
 
 
 def _verbose(transcript: Transcript, options: SpeechOptions) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "task": "translate" if options.translate else "transcribe",
         "language": LANGUAGES.get(transcript.language, transcript.language),
         "duration": round(transcript.duration, 2),
@@ -75,12 +75,12 @@ def _verbose(transcript: Transcript, options: SpeechOptions) -> dict[str, Any]:
         "usage": transcript.usage,
     }
     if options.segments:
-        told["segments"] = [{**asdict(segment), "words": None} for segment in transcript.segments]
-        for segment in told["segments"]:
+        answer["segments"] = [{**asdict(segment), "words": None} for segment in transcript.segments]
+        for segment in answer["segments"]:
             del segment["words"]
     if options.words:
-        told["words"] = [asdict(word) for segment in transcript.segments for word in segment.words]
-    return told
+        answer["words"] = [asdict(word) for segment in transcript.segments for word in segment.words]
+    return answer
 
 
 def _plain(transcript: Transcript) -> str:

@@ -51,10 +51,10 @@ def split_words(tokenizer: Tokenizer, tokens: Sequence[int], language: str) -> l
         pieces.append((tokenizer.decode(pending, skip_special_tokens=False), len(pending)))
     words = list[tuple[str, int]]()
     for text, count in pieces:
-        bare = text.strip()
+        stripped = text.strip()
         opens = bool(words) and words[-1][0].strip() in _OPENING and words[-1][0].startswith(" ")
-        closes = bool(bare) and bare in _CLOSING and not text.startswith(" ")
-        joins = not text.startswith(" ") and language not in UNSPACED and bare not in string.punctuation
+        closes = bool(stripped) and stripped in _CLOSING and not text.startswith(" ")
+        joins = not text.startswith(" ") and language not in UNSPACED and stripped not in string.punctuation
         if words and (closes or joins or (opens and not text.startswith(" "))):
             words[-1] = (words[-1][0] + text, words[-1][1] + count)
         else:

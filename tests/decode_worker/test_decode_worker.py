@@ -174,7 +174,7 @@ async def test_a_drain_lets_requests_finish_to_the_last_token(router: Router) ->
     router.decode.pause_at(2)
     await router.generate(make_job("a", prompt()))
     await until(lambda: router.decode.paused)
-    router.decode.stop.ask(signal.SIGTERM)
+    router.decode.stop.handle(signal.SIGTERM)
     await until(lambda: router.decode.node.state == "draining")
     assert (await router.generate(make_job("b", prompt()))).status_code == 503
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -189,7 +189,7 @@ async def test_a_drain_lets_requests_finish_to_the_last_token(router: Router) ->
 async def test_a_drain_waits_for_what_was_only_just_accepted(router: Router) -> None:
     with router.decode.frozen_engine():
         await router.generate(make_job("a", prompt()))
-        router.decode.stop.ask(signal.SIGTERM)
+        router.decode.stop.handle(signal.SIGTERM)
         await until(lambda: router.decode.node.state == "draining")
         await asyncio.sleep(0.15)
     await asyncio.wait_for(asyncio.shield(router.decode.run), 5)
@@ -201,7 +201,7 @@ async def test_a_hurried_end_takes_seconds_with_requests_running(router: Router)
     await router.generate(make_job("a", prompt(), max_tokens=200))
     await until(lambda: router.tokens("a"))
     began = time.monotonic()
-    router.decode.stop.ask(signal.SIGINT)
+    router.decode.stop.handle(signal.SIGINT)
     await asyncio.wait_for(asyncio.shield(router.decode.run), 5)
     assert time.monotonic() - began < 3
 

@@ -169,7 +169,7 @@ async def test_a_drain_waits_for_its_moves_and_leaves_nothing_behind(both: Both)
     """As a router that sees the node drain has it: the process may end when all streams are gone."""
     job = await both.streams("a")
     source = both.source.decode
-    source.stop.asked.set()
+    source.stop.requested.set()
     source.resume()
     assert (await both.move(job)).status_code == 202
     await asyncio.wait_for(asyncio.shield(source.run), 15)
@@ -197,7 +197,7 @@ async def test_the_last_node_of_its_role_serves_until_another_is_ready() -> None
     async with worker("decode", make_engine(), store=store, node_id="a", respawned=False) as last:
         router = Router(None, last, "router")  # type: ignore[arg-type]
         await router.connect()
-        last.stop.asked.set()
+        last.stop.requested.set()
         await asyncio.sleep(1.2)
         assert not last.loaded.draining
         await router.generate(make_job("new", prompt()))
@@ -214,7 +214,7 @@ async def test_the_last_node_of_its_role_ends_when_its_grace_does() -> None:
     async with worker("decode", make_engine(), respawned=False, drain_timeout=1.0) as last:
         router = Router(None, last, "router")  # type: ignore[arg-type]
         await router.connect()
-        last.stop.asked.set()
+        last.stop.requested.set()
         await asyncio.sleep(0.5)
         assert not last.loaded.draining
         await asyncio.wait_for(asyncio.shield(last.run), 15)
@@ -223,5 +223,5 @@ async def test_the_last_node_of_its_role_ends_when_its_grace_does() -> None:
 
 async def test_the_last_node_does_not_wait_when_no_router_is_there() -> None:
     async with worker("decode", make_engine(), respawned=False, drain_timeout=60.0) as last:
-        last.stop.asked.set()
+        last.stop.requested.set()
         await asyncio.wait_for(asyncio.shield(last.run), 10)

@@ -49,7 +49,7 @@ async def test_a_drain_over_a_slow_link_ends_in_its_grace_period_and_tells_the_r
     throttle(source, lambda: 0.4)
     job = await both.streams("a")
     moving, began = asyncio.create_task(both.move(job)), time.monotonic()
-    source.stop.asked.set()
+    source.stop.requested.set()
     source.resume()
     await asyncio.wait_for(asyncio.shield(source.run), 15)
     assert time.monotonic() - began < GRACE_S + 2.0

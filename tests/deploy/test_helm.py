@@ -253,8 +253,8 @@ def test_every_process_is_told_where_traces_go() -> None:
     objects = chart(tracing={"endpoint": "http://collector:4318"})
     for process in PROCESSES:
         _, env = container_command(objects, process)
-        assert tracing.wanted(env)
-        assert not tracing.wanted(container_command(chart(), process)[1])
+        assert tracing.is_requested(env)
+        assert not tracing.is_requested(container_command(chart(), process)[1])
 
 
 def test_what_is_switched_on_reaches_every_pod() -> None:

@@ -51,7 +51,7 @@ class Nodes:
         got: asyncio.Future[Sequence[torch.Tensor] | Exception] = loop.create_future()
         source = self.prefill.service.endpoints.embeddings
         target = encoder or self.encode.target
-        source.want(root, items, lambda found: loop.call_soon_threadsafe(got.set_result, found), limit_s, target)
+        source.submit(root, items, lambda found: loop.call_soon_threadsafe(got.set_result, found), limit_s, target)
         found = await asyncio.wait_for(got, 15.0)
         if isinstance(found, Exception):
             raise found
@@ -120,7 +120,7 @@ async def test_a_cancelled_request_ends_its_fetch(nodes: Nodes) -> None:
     source = nodes.prefill.service.endpoints.embeddings
     told: list[object] = []
     with nodes.encode.frozen_engine():
-        cancel = source.want(ROOT, [CAT], told.append, 10.0, nodes.encode.target)
+        cancel = source.submit(ROOT, [CAT], told.append, 10.0, nodes.encode.target)
         await until(lambda: source.busy)
         cancel()
         await until(lambda: not source.busy)
@@ -165,10 +165,10 @@ async def test_what_goes_wrong_in_the_encoder_is_told(nodes: Nodes) -> None:
 
 
 async def test_rows_that_cannot_even_be_asked_for_are_told(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def want(*asked: object) -> None:
+    def submit(*asked: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(nodes.own, "want", want)
+    monkeypatch.setattr(nodes.own, "submit", submit)
     with pytest.raises(RuntimeError, match="new thread"):
         await nodes.rows(CAT)
 

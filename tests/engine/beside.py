@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvferry.engine.inflight_step import InflightStep
-from kvferry.engine.models.base import SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.engine.runner import Runner
 from kvferry.engine.sample_rows import Found
 from kvferry.engine.sampler import SampleRow, draw_plain
@@ -104,10 +104,10 @@ class Lazy(Eager):
         return InflightStep(Late(len(slices), self.stream, compute), range(len(slices)))
 
     def run(
-        self, slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None
+        self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
     ) -> Sequence[Found]:
         self.stream.drain()
-        return super().run(slices, wanted, halfway)
+        return super().run(slices, keep_going, halfway)
 
     def copy_block(self, source: int, target: int) -> None:
         self.stream.drain()

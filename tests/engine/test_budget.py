@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.engine.budget import ALONE, LEAST, Budget, Limits
+from kvferry.engine.budget import MAX_SLOWDOWN, MIN_TOKENS, Budget, Limits
 from kvferry.engine.request import Request
 from tests.toy import make_engine, make_job
 
@@ -38,7 +38,7 @@ def test_a_step_with_streams_comes_to_take_its_time_and_no_longer() -> None:
 def test_a_step_that_is_long_for_streams_alone_may_take_twice_as_long_though_none_was_seen_without_prompts() -> None:
     budget = Budget(Limits(256, 128, 64, beside_s=0.050))
     alone_s = FIRST_S + 63 * TOKEN_S
-    assert taken(budget, 200, decodes=64)[-1] == pytest.approx((ALONE - 1) * alone_s / TOKEN_S, abs=3)
+    assert taken(budget, 200, decodes=64)[-1] == pytest.approx((MAX_SLOWDOWN - 1) * alone_s / TOKEN_S, abs=3)
 
 
 def test_what_a_step_takes_whatever_its_rows_is_not_laid_to_the_prompts() -> None:
@@ -49,7 +49,7 @@ def test_what_a_step_takes_whatever_its_rows_is_not_laid_to_the_prompts() -> Non
 
 def test_on_a_slow_machine_prompts_go_on_all_the_same() -> None:
     budget = Budget(Limits(256, 64, 64, beside_s=0.050))
-    assert taken(budget, 200, decodes=1, first_s=0.1, token_s=0.1)[-1] == LEAST
+    assert taken(budget, 200, decodes=1, first_s=0.1, token_s=0.1)[-1] == MIN_TOKENS
 
 
 def test_without_a_time_the_limit_holds() -> None:
@@ -80,7 +80,7 @@ def test_a_step_that_something_else_held_up_changes_little() -> None:
 def test_a_machine_that_is_slower_from_now_on_is_learned_all_the_same() -> None:
     budget = Budget(Limits(256, 128, 64, beside_s=0.050))
     taken(budget, 100, first_s=0.2)
-    assert taken(budget, 300, first_s=0.2, token_s=0.05)[-1] == LEAST
+    assert taken(budget, 300, first_s=0.2, token_s=0.05)[-1] == MIN_TOKENS
 
 
 def test_one_long_step_before_all_others_does_not_leave_prompts_with_the_least_for_ever() -> None:

@@ -26,7 +26,7 @@ from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.models import load_model
-from kvferry.engine.models.base import ForwardAbandoned, Model, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, Model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.runner import Runner
 from kvferry.kernels.decoder_step import always
@@ -357,15 +357,15 @@ def test_nobody_waits(checkpoint: Path) -> None:
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.ship(PROMPT, max_tokens=60)
     computed: list[int] = []
-    look = pair.runner.look
+    look = pair.runner.compute_logits
 
-    def timed(token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
+    def timed(token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always) -> torch.Tensor:
         pair.clock.now += 0.01
-        made = look(token_ids, part, rows, wanted)
+        made = look(token_ids, part, rows, keep_going)
         computed.append(part.count)
         return made
 
-    pair.runner.look = timed  # type: ignore[method-assign]
+    pair.runner.compute_logits = timed  # type: ignore[method-assign]
     pair.canary.turn(lambda: True)
     assert computed == []
     assert pair.canary.pause_s() == pytest.approx(BUSY_S)
@@ -375,7 +375,7 @@ def test_nobody_waits(checkpoint: Path) -> None:
     assert pair.canary.pause_s() == pytest.approx(0.01 * IDLE_FACTOR)
     pair.clock.now += 0.01 * IDLE_FACTOR + 1e-6
     pair.canary.turn(lambda: True)
-    assert computed == [canary_module.CHUNK_TOKENS_BESIDE]
+    assert computed == [canary_module.BESIDE_TOKENS]
     pair.finish()
     assert [found.outcome for found in pair.look()] == ["agreed"]
     assert computed[1:] == [27, 1, 1]
@@ -408,7 +408,7 @@ def test_it_is_dropped_where_it_takes_too_long_cannot_be_computed_or_has_no_room
     assert not pair.canary
     pair.finish()
     pair.ship(PROMPT[1:])
-    pair.runner.look = None  # type: ignore[assignment, method-assign]
+    pair.runner.compute_logits = None  # type: ignore[assignment, method-assign]
     pair.finish()
     pair.look()
     ways = [pair.reserve([number] * 110) for number in range(3)]
@@ -423,7 +423,7 @@ def test_a_device_that_is_lost_meanwhile_is_told(checkpoint: Path) -> None:
     def lost(*given: object) -> torch.Tensor:
         raise DeviceLost("injected")
 
-    pair.runner.look = lost  # type: ignore[method-assign, assignment]
+    pair.runner.compute_logits = lost  # type: ignore[method-assign, assignment]
     pair.ship(PROMPT)
     pair.finish()
     with pytest.raises(DeviceLost, match="injected"):
@@ -434,19 +434,19 @@ def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(c
     pair = Pair(load(checkpoint), load(checkpoint))
     pair.clock.now = 0.0
     begun, found = threading.Event(), []
-    look = pair.runner.look
+    look = pair.runner.compute_logits
 
-    def slow(token_ids: Sequence[int], part: Part, rows: int, wanted: Wanted = always) -> torch.Tensor:
+    def slow(token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always) -> torch.Tensor:
         begun.set()
-        while first and wanted():
+        while first and keep_going():
             time.sleep(0.001)
         if first:
             first.clear()
             raise ForwardAbandoned
-        return look(token_ids, part, rows, wanted)
+        return look(token_ids, part, rows, keep_going)
 
     first = [True]
-    pair.runner.look = slow  # type: ignore[method-assign]
+    pair.runner.compute_logits = slow  # type: ignore[method-assign]
     pair.ship(PROMPT)
     loop = EngineLoop(pair.decode, found.extend)
     loop.start()

@@ -98,10 +98,10 @@ def test_one_has_them_at_a_time(own: CoreLock, other: Process) -> None:
 
 def test_who_waits_is_seen_and_comes_before_who_just_had_them(own: CoreLock, other: Process) -> None:
     assert own.take(LONG_S)
-    assert not own.wanted()
+    assert not own.contended()
     for _ in range(20):
         other.say(f"take {LONG_S}")
-        wait_for(own.wanted)
+        wait_for(own.contended)
         own.leave()
         again = threading.Event()
         asked = threading.Thread(target=lambda done=again: (own.take(LONG_S), own.leave(), done.set()))
@@ -121,7 +121,7 @@ def test_three_take_turns(own: CoreLock, descriptor: int) -> None:
         first, second = (stack.enter_context(started(descriptor)) for _ in range(2))
         assert own.take(LONG_S)
         first.say(f"take {LONG_S}")
-        wait_for(own.wanted)
+        wait_for(own.contended)
         second.say(f"take {LONG_S}")
         own.leave()
         assert first.heard() == "taken"
@@ -137,7 +137,7 @@ def test_who_has_them_hears_that_something_is_urgent(own: CoreLock, other: Proce
     other.say(f"take {LONG_S}")
     wait_for(own.hurried)
     own.calm()
-    assert own.wanted()
+    assert own.contended()
     assert not own.hurried()
     own.leave()
     assert other.heard() == "taken"
@@ -146,7 +146,7 @@ def test_who_has_them_hears_that_something_is_urgent(own: CoreLock, other: Proce
 def test_what_was_urgent_is_soon_forgotten(own: CoreLock, other: Process) -> None:
     assert own.take(LONG_S)
     other.say(f"take {LONG_S}")
-    wait_for(own.wanted)
+    wait_for(own.contended)
     own.hurry()
     assert own.hurried()
     time.sleep(0.3)
@@ -167,10 +167,10 @@ def test_those_of_a_process_that_dies_are_free(own: CoreLock, other: Process) ->
 def test_who_dies_while_it_waits_is_not_waited_for(own: CoreLock, other: Process) -> None:
     assert own.take(LONG_S)
     other.say(f"take {LONG_S}")
-    wait_for(own.wanted)
+    wait_for(own.contended)
     other.process.kill()
     other.process.wait()
-    assert not own.wanted()
+    assert not own.contended()
     own.leave()
     assert own.take(LONG_S)
     own.leave()

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.engine.models.base import Wanted
+from kvferry.engine.models.base import KeepGoing
 from kvferry.engine.runner import SHORT
-from kvferry.engine.shared_cores.core_turns import LEAST_S, PATIENCE_S, CoreTurns
+from kvferry.engine.shared_cores.core_turns import MAX_WAIT_S, MIN_TURN_S, CoreTurns
 from kvferry.kernels.decoder_step import always
 from tests.toy import expected, make_engine, make_job, runner_of, tokens_of
 
@@ -43,7 +43,7 @@ class Cores:
         self.held = False
         self.handed_on += 1
 
-    def wanted(self) -> bool:
+    def contended(self) -> bool:
         return self.waiting
 
     def hurry(self) -> None:
@@ -69,12 +69,12 @@ def shift(cores: Cores) -> CoreTurns:
 def layers(shift: CoreTurns, cores: Cores, count: int, layer_s: float, **how: bool) -> list[int]:
     """Compute so many. Returns behind which of them the cores were handed on."""
     found = []
-    with shift.computing(always, **how) as wanted:
+    with shift.computing(always, **how) as keep_going:
         for index in range(count):
             assert cores.held or cores.stopped
             cores.now += layer_s
             before = cores.handed_on
-            assert wanted()
+            assert keep_going()
             if cores.handed_on > before:
                 found.append(index)
     assert not cores.held
@@ -93,7 +93,7 @@ def test_streams_elsewhere_have_a_token_in_every_turn(shift: CoreTurns, cores: C
 
 def test_they_are_kept_for_a_moment_at_least(shift: CoreTurns, cores: Cores) -> None:
     cores.waiting, cores.theirs_s = True, 2 * TURN_S
-    assert layers(shift, cores, 12, LEAST_S * 0.4) == [2, 5, 8, 11]
+    assert layers(shift, cores, 12, MIN_TURN_S * 0.4) == [2, 5, 8, 11]
 
 
 def test_a_step_that_is_one_piece_keeps_them(shift: CoreTurns, cores: Cores) -> None:
@@ -104,9 +104,9 @@ def test_a_step_that_is_one_piece_keeps_them(shift: CoreTurns, cores: Cores) -> 
 
 def test_what_is_urgent_elsewhere_does_not_wait_for_a_turns_end(shift: CoreTurns, cores: Cores) -> None:
     cores.waiting = cores.urgent = True
-    assert layers(shift, cores, 6, LEAST_S * 0.6) == [1, 3, 5]
+    assert layers(shift, cores, 6, MIN_TURN_S * 0.6) == [1, 3, 5]
     cores.handed_on = 0
-    assert layers(shift, cores, 6, LEAST_S * 0.6, urgent=True) == [], "both are"
+    assert layers(shift, cores, 6, MIN_TURN_S * 0.6, urgent=True) == [], "both are"
     assert [cores.told[0], cores.told[-1]] == [False, True]
 
 
@@ -114,12 +114,12 @@ def test_short_steps_and_those_with_streams_are_one_piece_and_newcomers_prompts_
     told: list[dict[str, bool]] = []
 
     class Noted(CoreTurns):
-        def computing(self, wanted: Wanted, **how: bool) -> AbstractContextManager[Wanted]:  # type: ignore[override]
+        def computing(self, keep_going: KeepGoing, **how: bool) -> AbstractContextManager[KeepGoing]:  # type: ignore[override]
             told.append(how)
-            return super().computing(wanted, **how)
+            return super().computing(keep_going, **how)
 
     engine = make_engine(num_blocks=128, budget=128, beside=80)
-    runner_of(engine)._shift = Noted(cores, TURN_S)
+    runner_of(engine)._core_turns = Noted(cores, TURN_S)
     engine.add(make_job("long", [1] * (SHORT + 1), max_tokens=1))
     engine.step()
     engine.add(make_job("short", [2] * SHORT, max_tokens=3))
@@ -135,8 +135,8 @@ def test_short_steps_and_those_with_streams_are_one_piece_and_newcomers_prompts_
 
 
 def test_what_is_not_wanted_is_still_heard(shift: CoreTurns) -> None:
-    with shift.computing(lambda: False) as wanted:
-        assert not wanted()
+    with shift.computing(lambda: False) as keep_going:
+        assert not keep_going()
 
 
 def test_an_error_leaves_them_free(shift: CoreTurns, cores: Cores) -> None:
@@ -152,12 +152,12 @@ def test_who_waited_in_vain_computes_and_waits_no_more_until_they_were_free(shif
     cores.stopped = False
     layers(shift, cores, 3, 0.01)
     layers(shift, cores, 3, 0.01)
-    assert cores.asked == [PATIENCE_S, 0.0, 0.0, PATIENCE_S]
+    assert cores.asked == [MAX_WAIT_S, 0.0, 0.0, MAX_WAIT_S]
 
 
 def test_a_whole_engine_computes_the_same(cores: Cores) -> None:
     engine = make_engine()
-    runner_of(engine)._shift = CoreTurns(cores, TURN_S)
+    runner_of(engine)._core_turns = CoreTurns(cores, TURN_S)
     prompt = [1, 2, 3, 4, 5, 6]
     engine.add(make_job("a", prompt, max_tokens=5))
     while engine.has_work():

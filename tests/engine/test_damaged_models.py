@@ -64,11 +64,11 @@ from kvferry.engine.models.rope import RopeTables
 from kvferry.engine.models.rope_config import RopeConfig
 cpu, peak = torch.device("cpu"), lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 config = RopeConfig(theta=10000.0, dim=32, original_max_len=4096)
-RopeTables(config, 4096, cpu).reach(4096)
+RopeTables(config, 4096, cpu).grow_to(4096)
 before = peak()
 tables = RopeTables(config, 1 << 21, cpu)
 made = peak()
-tables.reach(1 << 21)
+tables.grow_to(1 << 21)
 size = tables.cos.nbytes + tables.sin.nbytes
 print((made - before) / size, (peak() - before) / size)
 """

@@ -18,7 +18,7 @@ from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import ModelInfo, SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, ModelInfo, SuspendedPass
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_turns import CoreTurns
@@ -52,7 +52,7 @@ class Guessing(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.rows.append(len(token_ids))
@@ -92,7 +92,7 @@ def eager(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else drafts."""
-    monkeypatch.setattr(NgramDrafts, "look", lambda self, most: setattr(self, "found", ()))
+    monkeypatch.setattr(NgramDrafts, "propose", lambda self, most: setattr(self, "found", ()))
 
 
 def left_nothing(engine: Engine) -> bool:
@@ -314,8 +314,8 @@ def test_a_sequence_longer_than_it_takes_goes_on_without() -> None:
     short = Guessing()
     short.info = ModelInfo("toy", "toy", 1, 1, 1, VOCAB, 40)
     draft = make_draft(short)
-    engine, turns, computing = make_engine(draft), [], draft._shift.computing
-    draft._shift.computing = lambda *args, **named: turns.append(1) or computing(*args, **named)  # type: ignore[method-assign, assignment, func-returns-value]
+    engine, turns, computing = make_engine(draft), [], draft._core_turns.computing
+    draft._core_turns.computing = lambda *args, **named: turns.append(1) or computing(*args, **named)  # type: ignore[method-assign, assignment, func-returns-value]
     engine.add(make_job("a", prompt(10), 90))
     finish(engine)
     assert tokens_of(engine, "a") == expected(prompt(10), 90)

@@ -78,7 +78,7 @@ def test_tokens_with_a_draft_model_are_those_without(
     small: str, ops: Ops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager(monkeypatch)
-    monkeypatch.setattr(NgramDrafts, "look", lambda self, most: setattr(self, "found", ()))
+    monkeypatch.setattr(NgramDrafts, "propose", lambda self, most: setattr(self, "found", ()))
     model = load(tmp_path / "target", "qwen3", ops)
     draft = DraftModel(
         runner_of(load(tmp_path / "small", small, ops)), BlockPool(64, Ledger(64)), 12, VOCAB, CoreTurns()

@@ -12,7 +12,7 @@ import torch
 from kvferry.engine import draft_model, drafter, step
 from kvferry.engine.drafter import worth
 from kvferry.engine.engine import Engine
-from kvferry.engine.models.base import SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.batch_plan import BatchPlan
@@ -39,7 +39,7 @@ class Clocked(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         self.rows.append(len(token_ids))
@@ -52,7 +52,7 @@ class Clocked(ToyModel):
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (step, draft_model, drafter):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: Clocked.now))
-    monkeypatch.setattr(NgramDrafts, "look", lambda self, most: setattr(self, "found", ()))
+    monkeypatch.setattr(NgramDrafts, "propose", lambda self, most: setattr(self, "found", ()))
 
 
 def engine_with(small: Clocked | None) -> Engine:
@@ -126,14 +126,14 @@ def test_waiting_for_shared_cores_is_no_cost_of_drafts() -> None:
 
     class Crowded(CoreTurns):
         @contextmanager
-        def computing(self, wanted: Wanted, *, whole: bool = False, urgent: bool = False) -> Iterator[Wanted]:
+        def computing(self, keep_going: KeepGoing, *, whole: bool = False, urgent: bool = False) -> Iterator[KeepGoing]:
             Clocked.now += 1.0
             self.waited_s = 1.0
-            yield wanted
+            yield keep_going
 
     engine = engine_with(Clocked(0.005, 0.0002))
     assert engine.draft_model is not None
-    engine.draft_model._shift = Crowded()
+    engine.draft_model._core_turns = Crowded()
     engine.add(make_job("a", prompt(9), 200))
     while engine.has_work():
         engine.step()

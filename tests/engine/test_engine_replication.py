@@ -56,7 +56,7 @@ def test_a_stream_is_copied_once_it_has_enough_that_is_new() -> None:
         engine.step()
     request = due(engine)
     assert request is not None
-    assert request.registered - len(PROMPT) // 4 >= replication.LEAST
+    assert request.registered - len(PROMPT) // 4 >= replication.MIN_BLOCKS
     assert due(engine, BUDDY) is None
     finish(engine)
     assert due(engine) is None

@@ -81,7 +81,7 @@ def test_chains_that_share_beginnings_leave_from_their_ends() -> None:
         pool.check_integrity()
         chains = {id(each): each for each in idle._chains if each is not None}.values()
         assert sum(each.idle for each in chains) == len(idle)
-        assert sum(each.gone for each in {*idle._gone.values()}) == len(idle._gone) <= REMEMBERED * 20
+        assert sum(each.dropped for each in {*idle._remembered.values()}) == len(idle._remembered) <= REMEMBERED * 20
     assert pool.evicted_total > 500
     assert sum(idle.stats.evicted.values()) == pool.evicted_total
     assert (
@@ -219,5 +219,5 @@ def test_memory_is_bounded() -> None:
         house.ask(prompt(number, 1), tenant=f"t{number}", session=f"s{number}")
     assert len(house.idle._sessions) == len(house.idle._requests) == SESSIONS
     assert len(house.idle._classes._classes) == CLASSES
-    assert len(house.idle._gone) == REMEMBERED * 4
+    assert len(house.idle._remembered) == REMEMBERED * 4
     assert len(house.idle._aged._timers) < 200

@@ -11,7 +11,7 @@ import torch
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Failed, Generated
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.models.base import SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.messages import Job
@@ -32,9 +32,11 @@ class Spoiled:
         self.engine, self.ran = engine, list[int]()
         run = engine.runner.run
 
-        def spoiled(slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None) -> object:
+        def spoiled(
+            slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
+        ) -> object:
             self.ran.append(len(slices))
-            found = run(slices, wanted, halfway)
+            found = run(slices, keep_going, halfway)
             if any(POISON in part.request.token_ids for part in slices):
                 raise RuntimeError("no kernel for it")
             return found
@@ -76,8 +78,8 @@ def test_what_a_moment_lacks_costs_nobody_anything(monkeypatch: pytest.MonkeyPat
     engine = make_engine()
     run, left = engine.runner.run, [1]
 
-    def once(slices: Sequence[Slice], wanted: Wanted = always, halfway: SuspendedPass | None = None) -> object:
-        found = run(slices, wanted, halfway)
+    def once(slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None) -> object:
+        found = run(slices, keep_going, halfway)
         if left:
             left.pop()
             raise torch.OutOfMemoryError("a moment")

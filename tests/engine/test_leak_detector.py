@@ -34,9 +34,9 @@ def clock() -> Clock:
 
 
 def after(leaked: LeakDetector, clock: Clock, seconds: float) -> float:
-    leaked.look()
+    leaked.check()
     clock.now += seconds
-    leaked.look()
+    leaked.check()
     return leaked.seconds
 
 

@@ -28,7 +28,7 @@ class Asked:
     ) -> None:
         self.items, self.outcome, self.count = items, None, 0
         self._done = threading.Event()
-        self.cancel = source.want(root, items, self._ready, deadline_s)
+        self.cancel = source.submit(root, items, self._ready, deadline_s)
 
     def _ready(self, outcome: Any) -> None:
         self.outcome, self.count = outcome, self.count + 1
@@ -178,9 +178,9 @@ def test_a_callback_that_raises_ends_neither_the_thread_nor_other_calls(
 
     one, two = pictures(2)
     source.observe = broken
-    source.want(ROOT, [one], broken, 20.0)
+    source.submit(ROOT, [one], broken, 20.0)
     Asked(source, one, two).check()
-    source.want(ROOT, [one, two], broken, 20.0)
+    source.submit(ROOT, [one, two], broken, 20.0)
     Asked(source, two, one).check()
 
 

@@ -17,7 +17,7 @@ from kvferry.engine.block_interfaces import GRANT
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged, Event, Failed, Generated
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, SuspendedPass
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.messages import Job
@@ -157,12 +157,12 @@ class Held(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         if not self.begun.is_set():
             self.begun.set()
-            wait_for(lambda: not wanted())
+            wait_for(lambda: not keep_going())
             raise ForwardAbandoned(SuspendedPass(1, token_ids.float(), token_ids.float()))
         assert halfway is None or halfway.x.tolist() == token_ids.tolist()
         return super().forward(token_ids, kv, plan)

@@ -45,9 +45,9 @@ def test_rope_tables_grow_to_what_sequences_need() -> None:
     config, length, cpu = RopeConfig(10000.0, 8, 4096), 2 * ROWS_AT_ONCE + 100, torch.device("cpu")
     angles = torch.outer(torch.arange(length, dtype=torch.float64), 10000.0 ** -(torch.arange(0, 8, 2).double() / 8))
     grown, whole = RopeTables(config, length, cpu), RopeTables(config, length, cpu)
-    whole.reach(length + 1)
+    whole.grow_to(length + 1)
     for reached in (5, ROWS_AT_ONCE + 1, 7, length):
-        grown.reach(reached)
+        grown.grow_to(reached)
         assert torch.equal(grown.cos[:reached], whole.cos[:reached])
         assert torch.equal(grown.sin[:reached], whole.sin[:reached])
     torch.testing.assert_close(whole.cos.double(), angles.cos(), atol=1e-2, rtol=0)

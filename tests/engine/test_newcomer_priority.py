@@ -12,7 +12,12 @@ import pytest
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, Generated, Reserved
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.shared_cores.newcomer_priority import BRIEF_S, EARNED, LONGEST_S, NewcomerPriority
+from kvferry.engine.shared_cores.newcomer_priority import (
+    EARNED_PER_STEP_S,
+    MAX_PAUSE_BESIDE_S,
+    MAX_PAUSE_S,
+    NewcomerPriority,
+)
 from kvferry.protocol.errors import TransferFailed
 from kvferry.protocol.messages import Job, TokenDelta
 from tests.toy import expected, make_engine, make_job, tokens_of
@@ -55,9 +60,9 @@ def test_a_step_waits_while_a_newcomers_prompt_is_computed(shared: tuple[Engine,
     engine.stepper.admit_grants()
     assert engine.newcomer_priority.pause_s() == 0, "only newcomers are waited for"
     reserve(engine, newcomer())
-    assert engine.newcomer_priority.pause_s() == LONGEST_S
+    assert engine.newcomer_priority.pause_s() == MAX_PAUSE_S
     clock.now += 0.3
-    assert engine.newcomer_priority.pause_s() == pytest.approx(LONGEST_S - 0.3)
+    assert engine.newcomer_priority.pause_s() == pytest.approx(MAX_PAUSE_S - 0.3)
     engine.start("g", TokenDelta("newcomer", 0, 0, (5,)))
     assert engine.newcomer_priority.pause_s() == 0
 
@@ -68,12 +73,12 @@ def test_a_prompt_that_never_comes_holds_streams_for_a_moment_only(shared: tuple
     began, stood = clock.now, 0.0
     for _ in range(50):
         stood += (pause := engine.newcomer_priority.pause_s())
-        assert pause <= LONGEST_S
+        assert pause <= MAX_PAUSE_S
         clock.now += pause + 1e-6
         assert engine.newcomer_priority.pause_s() == 0
         clock.now += 0.1
         engine.newcomer_priority.stepped(0.1)
-    assert stood / (clock.now - began) == pytest.approx(EARNED / (EARNED + 1), rel=0.05)
+    assert stood / (clock.now - began) == pytest.approx(EARNED_PER_STEP_S / (EARNED_PER_STEP_S + 1), rel=0.05)
     engine.withdraw("g", TransferFailed("peer lost"))
     assert engine.newcomer_priority.pause_s() == 0
 
@@ -100,16 +105,16 @@ def test_a_newcomers_streams_wait_for_its_prompts_for_a_moment_between_two_steps
     engine.step()
     reserve(engine, newcomer())
     for _ in range(2):
-        assert engine.newcomer_priority.pause_s() == BRIEF_S
-        clock.now += 0.8 * BRIEF_S
-        assert engine.newcomer_priority.pause_s() == pytest.approx(0.2 * BRIEF_S)
-        clock.now += 0.2 * BRIEF_S + 1e-6
+        assert engine.newcomer_priority.pause_s() == MAX_PAUSE_BESIDE_S
+        clock.now += 0.8 * MAX_PAUSE_BESIDE_S
+        assert engine.newcomer_priority.pause_s() == pytest.approx(0.2 * MAX_PAUSE_BESIDE_S)
+        clock.now += 0.2 * MAX_PAUSE_BESIDE_S + 1e-6
         assert engine.newcomer_priority.pause_s() == 0
         engine.newcomer_priority.stepped(0.01)
     while tokens_of(engine, "here") != expected(PROMPT, 3):
         engine.step()
     engine.newcomer_priority.stepped(1.0)
-    assert engine.newcomer_priority.pause_s() == LONGEST_S, "others' streams do for longer"
+    assert engine.newcomer_priority.pause_s() == MAX_PAUSE_S, "others' streams do for longer"
 
 
 @pytest.fixture
@@ -149,7 +154,7 @@ def test_the_thread_runs_no_step_meanwhile_but_takes_commands(
     while len([e for e in events if isinstance(e, Generated)]) < 4:
         assert time.monotonic() < began + 5
         time.sleep(0.005)
-    assert time.monotonic() < began + 0.8 * LONGEST_S
+    assert time.monotonic() < began + 0.8 * MAX_PAUSE_S
     engine.transfer_holds.grant_quiet("g")
 
 

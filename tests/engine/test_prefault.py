@@ -40,7 +40,7 @@ def resident(tensor: torch.Tensor) -> int:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[torch.Tensor, list[float], Prefault]]:
     """Memory, what the test says is in use of it, and what makes it resident."""
     monkeypatch.setattr(prefault, "AHEAD_BYTES", AHEAD)
-    monkeypatch.setattr(prefault, "LOOK_S", 0.001)
+    monkeypatch.setattr(prefault, "PAUSE_S", 0.001)
     tensor, used = torch.frombuffer(map_zeros(SIZE), dtype=torch.uint8), [0.0]
     warmer = Prefault(Region(tensor, lambda: used[0]))
     yield tensor, used, warmer
@@ -53,9 +53,9 @@ def test_memory_is_resident_ahead_of_its_use_and_no_more(memory: tuple[torch.Ten
     warmer.start()
     for share in (0.0, 0.5, 0.25):
         used[0] = max(used[0], share)
-        wanted = int(used[0] * SIZE) + AHEAD
-        wait_for(lambda wanted=wanted: resident(tensor) >= wanted)
-        assert resident(tensor) <= wanted + 2 * HUGE_PAGE
+        target = int(used[0] * SIZE) + AHEAD
+        wait_for(lambda target=target: resident(tensor) >= target)
+        assert resident(tensor) <= target + 2 * HUGE_PAGE
     assert tensor[:100].eq(7).all()
     assert not tensor[100:].any()
 

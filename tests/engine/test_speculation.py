@@ -37,7 +37,7 @@ def make_oracle(patch: pytest.MonkeyPatch) -> Oracle:
             drafts.found = tuple(known[len(drafts._token_ids) :])
             drafts._shares = [share] * len(AT_FIRST)
 
-        patch.setattr(NgramDrafts, "look", look)
+        patch.setattr(NgramDrafts, "propose", look)
         saw = StepCost.observe
         patch.setattr(StepCost, "observe", lambda cost, rows, _: saw(cost, rows, 0.01 * (1 + further * (rows - 1))))
 
@@ -169,23 +169,23 @@ def test_beside_a_prompt_there_are_none(oracle: Oracle) -> None:
 
 def test_the_longest_match_counts_and_the_latest_of_equal_ones() -> None:
     drafts = NgramDrafts([1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 2, 3])
-    drafts.look(3)
+    drafts.propose(3)
     assert drafts.found == (8, 5, 3)
     drafts = NgramDrafts([1, 2, 3, 9, 4, 3, 8, 1, 2, 3])
-    drafts.look(2)
+    drafts.propose(2)
     assert drafts.found == (9, 4)
 
 
 def test_what_repeats_is_drafted_on_beyond_its_end() -> None:
     drafts = NgramDrafts([6, 1, 2, 3, 1, 2, 3])
-    drafts.look(8)
+    drafts.propose(8)
     assert drafts.found == (1, 2, 3, 1, 2, 3, 1, 2)
 
 
 def test_a_token_that_was_not_there_before_drafts_nothing() -> None:
     for token_ids in ([1], [1, 2, 3], [1, 1, 2]):
         drafts = NgramDrafts(token_ids)
-        drafts.look(4)
+        drafts.propose(4)
         assert drafts.found == ()
 
 
@@ -193,23 +193,23 @@ def test_the_text_may_grow_between_looks() -> None:
     token_ids = [1, 2]
     drafts = NgramDrafts(token_ids)
     for length in range(3, 2000):
-        drafts.look(2)
+        drafts.propose(2)
         token_ids.append(1 + (length - 1) % 7)
-    drafts.look(LONGEST)
+    drafts.propose(LONGEST)
     assert drafts.found == tuple(1 + (1999 + i) % 7 for i in range(LONGEST))
 
 
 def test_drafts_that_are_wrong_are_expected_to_be_wrong() -> None:
     token_ids = [1, 2] * 8
     drafts = NgramDrafts(token_ids)
-    drafts.look(4)
+    drafts.propose(4)
     before = drafts.share
     drafts.observe([9])
-    drafts.look(4)
+    drafts.propose(4)
     assert drafts.share < before
     worse = drafts.share
     drafts.observe([1, 2, 1, 2, 1])
-    drafts.look(4)
+    drafts.propose(4)
     assert drafts.share > worse
 
 

@@ -66,7 +66,7 @@ def compare(model: Model) -> None:
     """Hold a model's tokens with right and wrong drafts to those without."""
     wanted = texts(engine_of(model, 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NgramDrafts, "look", lambda drafts, most: look(wanted, drafts, most))
+        patch.setattr(NgramDrafts, "propose", lambda drafts, most: look(wanted, drafts, most))
         patch.setattr(StepCost, "line", lambda cost: (1.0, 0.05))
         engine = engine_of(model, 5)
         assert texts(engine) == wanted

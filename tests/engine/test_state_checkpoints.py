@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import Generated
-from kvferry.engine.state_checkpoints import LEAST, stride_of
+from kvferry.engine.state_checkpoints import MIN_STRIDE, stride_of
 from kvferry.protocol.hashing import chain, root_hash, state_hashes
 from tests.recurrent_toy import make_recurrent, toy_of
 from tests.toy import FINGERPRINT, VOCAB, expected, finish, make_job, tokens_of
@@ -84,9 +84,9 @@ def test_checkpoints_are_not_nearer_than_a_few_blocks() -> None:
     engine = make_recurrent(num_blocks=100, stride=1)
     run(engine, "a", prompt(70), 2)
     found = checkpoints(engine, prompt(70))
-    assert found == [LEAST * SIZE * number for number in range(1, 5)]
-    run(engine, "b", prompt(LEAST * SIZE - 2, 1), 2)
-    assert checkpoints(engine, prompt(LEAST * SIZE - 2, 1)) == []
+    assert found == [MIN_STRIDE * SIZE * number for number in range(1, 5)]
+    run(engine, "b", prompt(MIN_STRIDE * SIZE - 2, 1), 2)
+    assert checkpoints(engine, prompt(MIN_STRIDE * SIZE - 2, 1)) == []
 
 
 def test_without_a_whole_checkpoint_nothing_is_reused() -> None:

@@ -162,7 +162,7 @@ def test_a_stream_that_moves_waits_where_the_other_node_expects_it(
     for _ in range(20):
         source.step()
     (request,) = source.request_table.running
-    assert request.computed_len == move.asked * request.block_size
+    assert request.computed_len == move.expected_blocks * request.block_size
     snapshot = source.moving.snapshot(move.transfer)
     assert snapshot is not None
     move_over(source, move, target, grant, snapshot)

@@ -14,7 +14,7 @@ import torch
 from kvferry.engine import suspended_steps
 from kvferry.engine.engine import Engine
 from kvferry.engine.models import load_model
-from kvferry.engine.models.base import ForwardAbandoned, SuspendedPass, Wanted
+from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, SuspendedPass
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.suspended_steps import DEEPEST
 from kvferry.kernels.batch_plan import BatchPlan
@@ -45,7 +45,7 @@ class Layered(ToyModel):
         token_ids: torch.Tensor,
         kv: torch.Tensor,
         plan: BatchPlan,
-        wanted: Wanted = always,
+        keep_going: KeepGoing = always,
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         first = halfway.layer if halfway else 0
@@ -54,7 +54,7 @@ class Layered(ToyModel):
         for layer in range(first + 1, LAYERS):
             if plan.num_tokens != plan.num_seqs:
                 self.between(layer)
-                if not wanted():
+                if not keep_going():
                     self.passes.append((first, layer, plan.num_tokens))
                     raise ForwardAbandoned(SuspendedPass(layer, x, x))
         self.passes.append((first, LAYERS, plan.num_tokens))
@@ -240,9 +240,9 @@ def test_nothing_is_changed_by_it_whatever_comes_in_the_middle(seed: int) -> Non
     called.finish()
     assert any(begun for begun, _, _ in called.model.passes)
     for name, prompt in prompts.items():
-        wanted = expected(prompt, 4)
+        keep_going = expected(prompt, 4)
         found = tokens_of(called.engine, name)
-        assert found == wanted or (name in cancelled and found == wanted[: len(found)]), name
+        assert found == keep_going or (name in cancelled and found == keep_going[: len(found)]), name
 
 
 def test_a_call_that_breaks_the_step_which_goes_on_fails_nobody() -> None:

@@ -139,7 +139,7 @@ class RowsAtOnce:
     def __init__(self, encoder: FakeEncoder) -> None:
         self._encoder = encoder
 
-    def want(self, root: bytes, items: Sequence[MediaItem], ready: Ready, *_: object) -> Callable[[], None]:
+    def submit(self, root: bytes, items: Sequence[MediaItem], ready: Ready, *_: object) -> Callable[[], None]:
         with torch.inference_mode():
             ready(self._encoder.encode(items))
         return lambda: None

@@ -173,7 +173,7 @@ def test_a_stream_waits_at_the_end_of_what_was_asked_for_and_goes_on_if_it_stays
     for _ in range(20):
         source.step()
     (request,) = source.request_table.running
-    assert request.computed_len == move.asked * request.block_size
+    assert request.computed_len == move.expected_blocks * request.block_size
     source.moving.failed(move.transfer)
     source.moving.quiet(move.transfer)
     finish(source)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engine.models.base import Model, SuspendedPass, Wanted
+from kvferry.engine.models.base import KeepGoing, Model, SuspendedPass
 from kvferry.engine.models.hf import transformers_module
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
@@ -473,7 +473,10 @@ class Cache:
 
     @torch.inference_mode()
     def step(
-        self, batch: dict[str, torch.Tensor], wanted: Wanted = always, halfway: SuspendedPass | None = None
+        self,
+        batch: dict[str, torch.Tensor],
+        keep_going: KeepGoing = always,
+        halfway: SuspendedPass | None = None,
     ) -> list[torch.Tensor]:
         """Compute the next tokens of each named sequence; their logits [count, vocabulary], in the batch's order."""
         parts, states = [], self.state_rows(batch) if halfway is None else self.suspended
@@ -487,7 +490,7 @@ class Cache:
         self.suspended = states
         if self.kv.is_cuda:
             tokens, plan = tokens.to(self.kv.device), moved(plan, self.kv.device)
-        hidden = self.model.forward(tokens, self.kv, plan, wanted, halfway)
+        hidden = self.model.forward(tokens, self.kv, plan, keep_going, halfway)
         return list(self.model.logits(hidden).cpu().split([len(tokens) for tokens in batch.values()]))
 
 
@@ -503,10 +506,10 @@ def expect_equal_logits(model: Model, oracle, tolerance: float = 2e-4) -> None:
     """One chunk; several chunks; decode steps; decodes of two sequences beside the chunked prefill of a third: each
     equals `oracle(tokens)`."""
     first, second, third = tokens_for(45, 1), tokens_for(19, 2), tokens_for(30, 3)
-    wanted = oracle(first)
-    assert wanted.std() > 0.1, "the oracle's logits must tell tokens apart"
+    expected = oracle(first)
+    assert expected.std() > 0.1, "the oracle's logits must tell tokens apart"
     for chunks in ([45], [16, 7, 22], [8, 1, 20, 16], [30] + [1] * 15):
-        torch.testing.assert_close(chunked_logits(model, first, chunks), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(chunked_logits(model, first, chunks), expected, rtol=tolerance, atol=tolerance)
     cache, got = Cache(model), {"a": [], "b": [], "c": []}
     steps = [{"a": first[:40], "b": second[:14]}]
     steps += [

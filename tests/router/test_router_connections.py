@@ -76,7 +76,7 @@ async def test_answers_of_a_router_that_drains_close_their_connections() -> None
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         writer.write(head + body)
         await asyncio.sleep(0.15)
-        stop.ask(15)
+        stop.handle(15)
         answer = (await asyncio.wait_for(reader.read(), 5)).decode().lower()
         assert answer.startswith("http/1.1 200")
         assert "connection: close" in answer
@@ -104,7 +104,7 @@ async def _served(bench: Bench, settings: RouterSettings, ask: object) -> None:
     try:
         await asyncio.wait_for(ask(sock.getsockname()[1]), 30)  # type: ignore[operator]
     finally:
-        stop.ask(2)
+        stop.handle(2)
         await run
         sock.close()
 

@@ -42,7 +42,7 @@ async def router(
                     await asyncio.sleep(0.02)
             yield client, run
         finally:
-            stop.ask(signal.SIGINT)
+            stop.handle(signal.SIGINT)
             await run
             sock.close()
 
@@ -64,7 +64,7 @@ async def test_sigterm_lets_requests_finish() -> None:
         assert response.headers["x-kvferry-route"].startswith("prefill=p1 decode=d1")
         lines = response.aiter_lines()
         await anext(lines)
-        stop.ask(signal.SIGTERM)
+        stop.handle(signal.SIGTERM)
         await asyncio.sleep(0.2)
         assert await drains(client.base_url) == {
             "/metrics": 200, "/health": 200, "/version": 200, "/ready": 503, "/v1/models": 503, "/v1/completions": 503
@@ -94,7 +94,7 @@ async def test_a_request_that_was_on_its_way_when_the_router_was_asked_to_end_is
         fresh, rested, silent = [await asyncio.open_connection(*address) for _ in range(3)]
         rested[1].write(get)
         assert (await rested[0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
-        stop.ask(signal.SIGTERM)
+        stop.handle(signal.SIGTERM)
         await _draining(client.base_url)
         for reader, writer in (fresh, rested):
             writer.write(get)
@@ -122,7 +122,7 @@ async def drains(url: httpx.URL) -> dict[str, int]:
 async def test_a_router_that_drained_leaves_its_port() -> None:
     stop = StopSignal()
     async with Bench([prefill(), decode(step_s=0.01)]) as bench, router(bench, stop) as (client, run):
-        stop.ask(signal.SIGTERM)
+        stop.handle(signal.SIGTERM)
         await asyncio.wait_for(asyncio.shield(run), 5)
         with pytest.raises(httpx.ConnectError):
             await httpx.AsyncClient(base_url=client.base_url, trust_env=False).get("/metrics")
@@ -135,7 +135,7 @@ async def test_sigint_does_not_wait_for_long_requests() -> None:
         with contextlib.suppress(httpx.TransportError):
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code == 200
-                stop.ask(signal.SIGINT)
+                stop.handle(signal.SIGINT)
                 await asyncio.wait_for(asyncio.shield(run), 5)
         await until(lambda: bench["d1"].running == 0)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 
-from kvferry.runtime.thread_priority import give_way
+from kvferry.runtime.thread_priority import lower_priority
 
 
 def test_the_calling_thread_alone_gives_way() -> None:
     before, found = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []
 
     def run() -> None:
-        give_way(3)
+        lower_priority(3)
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     thread = threading.Thread(target=run)
@@ -27,4 +27,4 @@ def test_where_threads_have_no_priority_nothing_happens(monkeypatch) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "getpriority", refused)
-    give_way(3)
+    lower_priority(3)

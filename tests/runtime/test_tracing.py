@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvferry.runtime.tracing import TRACER, Tracer, wanted
+from kvferry.runtime.tracing import TRACER, Tracer, is_requested
 from tests.otlp_receiver import attributes, collector, traced
 
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -12,16 +12,16 @@ TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 
 def test_traces_are_sent_only_where_opentelemetrys_variables_say_where() -> None:
     where = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
-    assert wanted(where)
-    assert wanted({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x:4318/v1/traces"})
-    assert not wanted({})
-    assert not wanted({**where, "OTEL_SDK_DISABLED": "true"})
-    assert not wanted({**where, "OTEL_TRACES_EXPORTER": "none"})
+    assert is_requested(where)
+    assert is_requested({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x:4318/v1/traces"})
+    assert not is_requested({})
+    assert not is_requested({**where, "OTEL_SDK_DISABLED": "true"})
+    assert not is_requested({**where, "OTEL_TRACES_EXPORTER": "none"})
 
 
 def test_without_traces_the_context_is_passed_on() -> None:
     span = TRACER.start("request", TRACE, tokens=3)
-    span.tell(more=1)
+    span.set_attributes(more=1)
     span.end("failed")
     assert span.trace == TRACE
     assert not TRACER.records

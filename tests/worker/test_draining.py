@@ -42,7 +42,7 @@ async def test_streams_that_do_not_end_in_time_are_given_up_and_the_router_is_to
     async with worker("decode", make_engine(400), drain_timeout=GRACE_S, node_id="a") as node:
         slowed(node)
         router, asked = await streaming(node, 3), time.monotonic()
-        node.stop.asked.set()
+        node.stop.requested.set()
         await asyncio.wait_for(asyncio.shield(node.run), 20)
         assert time.monotonic() - asked >= GRACE_S, "they had the time that they were promised"
         assert sorted((failed.request_id, failed.code) for failed in router.failed) == [
@@ -57,7 +57,7 @@ async def test_streams_that_do_not_end_in_time_are_given_up_and_the_router_is_to
 async def test_a_drain_whose_streams_end_gives_none_up() -> None:
     async with worker("decode", make_engine(400), drain_timeout=30.0) as node:
         router = await streaming(node, 2)
-        node.stop.asked.set()
+        node.stop.requested.set()
         await asyncio.wait_for(asyncio.shield(node.run), 20)
         assert not router.failed
         assert all(router.finished(f"r{number}") for number in range(2))

@@ -264,7 +264,7 @@ async def test_another_tenants_blocks_are_not_found(router: Router) -> None:
 async def test_where_there_is_no_room_but_what_streams_may_need_it_is_refused_here(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "KEPT", 1)
+    monkeypatch.setattr(replication, "RESERVE_DIVISOR", 1)
     delta = await first_of(router, job("a", router.decode))
     assert delta.reuse.fetched == 0
     assert ended(router.prefill, "refused") == 1

@@ -289,7 +289,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Follower, asy
     try:
         yield made, run, stop
     finally:
-        stop.ask(2)
+        stop.handle(2)
         await asyncio.wait([run], timeout=10.0)
 
 
@@ -341,7 +341,7 @@ async def test_a_host_that_is_asked_to_stop_computes_until_host_0_has_drained(tw
         first.ready = True
         await until(lambda: made.state == "ready")
         assert not first.leaving
-        stop.ask(15)
+        stop.handle(15)
         await until(lambda: first.leaving)
         assert not run.done()
         assert not first.fault
@@ -352,7 +352,7 @@ async def test_a_host_that_is_asked_to_stop_computes_until_host_0_has_drained(tw
 async def test_one_that_is_asked_to_stop_before_it_has_joined_ends(two: WorkerSettings) -> None:
     async with running(two) as (made, run, stop):
         await until(lambda: "cannot be joined" in made.unready())
-        stop.ask(15)
+        stop.handle(15)
         assert await asyncio.wait_for(run, 5.0) is True
 
 

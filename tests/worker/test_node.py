@@ -76,7 +76,7 @@ async def test_a_node_that_joins_ends_when_asked() -> None:
     store = MemoryStore()
     store.available = False
     async with worker("prefill", make_engine(), store=store, state="joining") as node:
-        node.stop.ask(signal.SIGTERM)
+        node.stop.handle(signal.SIGTERM)
         assert await asyncio.wait_for(asyncio.shield(node.run), 5)
 
 

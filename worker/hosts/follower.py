@@ -58,7 +58,7 @@ class Follower:
         Raises ConfigError if host 0 does not accept this host."""
         self.address.start()
         work = asyncio.create_task(asyncio.to_thread(self._work))
-        asked = asyncio.create_task(stop.asked.wait())
+        asked = asyncio.create_task(stop.requested.wait())
         try:
             await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done() and self.state == "ready":
@@ -74,7 +74,7 @@ class Follower:
             self._ended.set()
             asked.cancel()
             await self.address.stop()
-        return stop.asked.is_set()
+        return stop.requested.is_set()
 
     def unready(self) -> str:
         """Return why this host is not computing; empty if it is."""

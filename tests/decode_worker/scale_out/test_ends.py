@@ -134,7 +134,7 @@ async def test_a_drain_lets_answers_end_and_refuses_new_ones() -> None:
         node.pause_at(2)
         asked = asyncio.create_task(client.whole(PROMPT))
         await until(lambda: node.paused)
-        node.stop.ask(signal.SIGTERM)
+        node.stop.handle(signal.SIGTERM)
         await until(lambda: node.node.state == "draining")
         late = await client.post(PROMPT)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
@@ -150,7 +150,7 @@ async def test_a_hurried_end_answers_what_is_open() -> None:
         asked = asyncio.create_task(client.post(PROMPT, params={"max_tokens": 200}))
         await until(lambda: node.paused)
         began = time.monotonic()
-        node.stop.ask(signal.SIGINT)
+        node.stop.handle(signal.SIGINT)
         node.resume()
         answer = await asked
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
