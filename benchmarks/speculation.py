@@ -69,7 +69,7 @@ class Bench:
     """Engine and the jobs that it runs. right: see `KnownText`; 0: drafts are found by lookups."""
 
     def __init__(self, engine: Engine, most: int, output: int, right: float = 0.0) -> None:
-        self._engine, self._speculation, self._most = engine, engine.stepper._speculation, most
+        self._engine, self._speculation, self._max_drafts = engine, engine.stepper._speculation, most
         self._output, self._right = output, right
         self._texts: dict[tuple[int, ...], dict[str, list[int]]] = {}
         self._runs = 0
@@ -77,7 +77,7 @@ class Bench:
     def run(self, prompt: Sequence[int], temperature: float, streams: int, speculates: bool) -> Run:
         """Run streams of equal prompts, each with a seed of its own."""
         self._runs += 1
-        self._speculation._most = self._most if speculates else 0
+        self._speculation._max_drafts = self._max_drafts if speculates else 0
         engine = self._engine
         for number in range(streams):
             params = SamplingParams(max_tokens=self._output, temperature=temperature, seed=number, ignore_eos=True)

@@ -61,7 +61,7 @@ def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts, gro
     if groups is not None:
         kv = kv * groups.full // len(groups.windows)
         whole = groups.blocks(longest, size) * size * kv
-        windows = f" and {groups.most_pages(size) * groups.count * size * kv / MIB:.1f} MiB for windows"
+        windows = f" and {groups.max_pages(size) * groups.count * size * kv / MIB:.1f} MiB for windows"
     room = max(0, int((has - weights) * longest // whole))
     return (
         f"weights {weights / GIB:.2f} GiB, KV {1000 * kv / MIB:.1f} MiB for 1,000 tokens{windows}, {whole / GIB:.2f} "

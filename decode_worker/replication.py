@@ -102,7 +102,7 @@ class Replication:
         job, length = request.job, engine.copies.copyable(request)
         assert job.buddy
         tokens = tuple(request.token_ids[: length * request.block_size])
-        most = MAX_BLOCKS + (engine.states.most if engine.states is not None else 0)
+        most = MAX_BLOCKS + (engine.states.max_sent_blocks if engine.states is not None else 0)
         copy = Copy(tokens, most, job.namespace, job.adapter, DEADLINE_S, media_within(job.media, len(tokens)))
         with self._lock:  # the grant may come before `offer` returns
             transfer = self._sender.offer(job.buddy, copy, self, timeouts=self._timeouts)

@@ -148,7 +148,7 @@ class CanaryLog:
         """Count a result; return whether the received blocks differ from what this node computes.
 
         Routers must be informed of a difference."""
-        self._metrics.canary.looks[event.outcome].inc()
+        self._metrics.canary.checks[event.outcome].inc()
         if event.outcome == "dropped":
             return False
         self._largest = max(self._largest, event.distance)

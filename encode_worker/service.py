@@ -41,16 +41,16 @@ class EncodeService:
 
     async def post_encode(self, request: Request) -> Response:
         """Answer once the rows of all media are in blocks; a disconnect cancels work for this caller alone."""
-        asked = await read_encode(request)
+        encode_request = await read_encode(request)
         self._base.require("encode")
         if self._running >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} requests are waiting for the encoder")
         self._running += 1
         try:
-            async with asyncio.timeout(asked.deadline_s):
-                computed = await until_disconnect(request.receive, self._encode(asked))
+            async with asyncio.timeout(encode_request.deadline_s):
+                computed = await until_disconnect(request.receive, self._encode(encode_request))
         except TimeoutError:
-            raise DeadlineExceeded(f"not encoded after {asked.deadline_s:.3g} s") from None
+            raise DeadlineExceeded(f"not encoded after {encode_request.deadline_s:.3g} s") from None
         finally:
             self._running -= 1
         return Response(pack(Encoded(computed)), media_type="application/msgpack")
@@ -73,14 +73,14 @@ class EncodeService:
     def to_routers(self, events: Sequence[Event]) -> None:
         """Do nothing: there are no attempts."""
 
-    async def _encode(self, asked: EncodeRequest) -> int:
+    async def _encode(self, encode_request: EncodeRequest) -> int:
         """Compute the rows that no block holds; return the number of media that were encoded."""
-        runs = {item.hash: self._blocks.hashes(asked.root, item) for item in asked.media}
+        runs = {item.hash: self._blocks.hashes(encode_request.root, item) for item in encode_request.media}
         missing = await self._on_engine(lambda engine: [h for h, run in runs.items() if not self._blocks.touch(run)])
-        items = list({item.hash: item for item in asked.media if item.hash in missing}.values())
+        items = list({item.hash: item for item in encode_request.media if item.hash in missing}.values())
         if not items:
             return 0
-        rows = await self._made(asked.root, items, asked.deadline_s)
+        rows = await self._made(encode_request.root, items, encode_request.deadline_s)
         for item, own in zip(items, rows, strict=True):
             run = runs[item.hash]
             if not await self._on_engine(lambda engine, run=run, own=own: self._blocks.store(run, own)):  # type: ignore[misc]

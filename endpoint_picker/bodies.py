@@ -92,8 +92,8 @@ class ParsedPrompts:
     def size(self) -> Size:
         """Return the size of the request's work."""
         limits = (self.body.max_completion_tokens, self.body.max_tokens, DEFAULT_OUTPUT)
-        most = next(limit for limit in limits if limit is not None)
-        return Size(max(1, len(self.prompts)) * (self.body.n or 1), self.tokens, max(1, most))
+        output = next(limit for limit in limits if limit is not None)
+        return Size(max(1, len(self.prompts)) * (self.body.n or 1), self.tokens, max(1, output))
 
 
 def read_body(path: str, data: bytes) -> PickedBody:

@@ -25,7 +25,7 @@ class AuxiliaryPrefixes(Protocol):
         """Return the blocks that a migration reserves for a copy."""
 
     @property
-    def most(self) -> int:
+    def max_sent_blocks(self) -> int:
         """Return the maximum number of blocks that go with a chain to another node."""
 
     @property

@@ -51,14 +51,14 @@ class ReusablePrefixes:
             return hashes[:count]
         return self._states.chain(hashes[: self._states.tokens_of(count)])
 
-    def readable(self, hashes: Sequence[bytes], run: Callable[[Sequence[bytes]], int], most: int) -> Readable:
+    def readable(self, hashes: Sequence[bytes], run: Callable[[Sequence[bytes]], int], max_blocks: int) -> Readable:
         """Return the blocks that a tier can add.
 
-        run: returns how many leading blocks of a list the tier has. most: limit of blocks to read at once, which does
+        run: returns how many leading blocks of a list the tier has. max_blocks: limit of one read, which does
         not apply to a chain with auxiliary blocks: it is read as a whole."""
         held = len(self._pool.match(hashes))
         if self._states is None:
-            count = run(hashes[held : held + most])
+            count = run(hashes[held : held + max_blocks])
             return Readable(hashes[: held + count], count, count)
         covered, count = self._states.covered(hashes[:held]), held + run(hashes[held:])
 

@@ -94,7 +94,7 @@ class Drafter:
         self, model: DraftModel, undrafted: Sequence[tuple[Request, NgramDrafts]], count: int, step: Line
     ) -> dict[int, int]:
         """Return the number of drafts per stream: those that pay, or at times one for the stream that lacks least."""
-        shares = [(own.of_model, own.most) for _, own in undrafted]
+        shares = [(own.of_model, own.max_drafts) for _, own in undrafted]
         guessed = (ROW * step[0], ROW * step[1])
         counts, saved_s = worth(shares, count, step, model.cost.line() if model.cost.known else guessed)
         lacks = [model.lack(request) for request, _ in undrafted]
@@ -116,12 +116,12 @@ def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: L
     counts = [0] * len(streams)
     tokens, seconds = float(count), step[0] + step[1] * (count - 1)
     before = seconds / tokens
-    for place in range(1, max((most for _, most in streams), default=0) + 1):
+    for place in range(1, max((limit for _, limit in streams), default=0) + 1):
         pace = (step[1] + pass_[1]) * tokens
         chances = {
             i: share**place
-            for i, (share, most) in enumerate(streams)
-            if counts[i] == place - 1 and most >= place and share**place * seconds > pace
+            for i, (share, limit) in enumerate(streams)
+            if counts[i] == place - 1 and limit >= place and share**place * seconds > pace
         }
         more_s = pass_[0] + pass_[1] * (len(chances) - 1) + step[1] * len(chances)
         if sum(chances.values()) * seconds <= more_s * tokens:

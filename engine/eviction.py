@@ -176,7 +176,7 @@ class ValueEviction:
         """Return the block to evict, which is idle no longer. Raises KeyError if none is idle."""
         if self._victim is None or not self._victim.leaves:
             self._tick()
-            self._victim = self._aged.least()
+            self._victim = self._aged.cheapest()
         block_id = next(reversed(self._victim.leaves))
         self.remove(block_id)
         return block_id

@@ -61,7 +61,7 @@ class IdleChain:
         self.rates.lost(self.unit)
 
 
-AT_ONCE = 512
+MAX_MOVES = 512
 """Maximum number of chains that change groups in one call, so that a request after a long idle time does not wait."""
 Group = tuple[ReturnRates, int]
 """Class and age bin of chains whose blocks are worth the same."""
@@ -114,7 +114,7 @@ class AgedChains:
 
     def age(self, now: float) -> None:
         """Move chains that have reached the end of their age bin, AT_ONCE at most."""
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_MOVES):
             if not self._timers or self._timers[0][0] > now:
                 return
             chain = heapq.heappop(self._timers)[2]
@@ -134,7 +134,7 @@ class AgedChains:
         self._order = [self._ranked(key) for key in self._groups]
         heapq.heapify(self._order)
 
-    def least(self) -> IdleChain:
+    def cheapest(self) -> IdleChain:
         """Return the chain whose leaf is worth least; of equal ones, the first that came. Raises KeyError."""
         if self._closed:
             return next(iter(self._closed))

@@ -28,7 +28,7 @@ class NgramDrafts:
     """N-gram drafts of one request, whose token_ids only grow.
 
     `found`: draft after its last token. `share`: how often a token of such a draft was right if those before it were.
-    of_model: the share assumed of a draft model before any was seen. most: number of drafts that are useful now."""
+    of_model: the share assumed of a draft model before any was seen. max_drafts: number that is useful now."""
 
     def __init__(self, token_ids: Sequence[int], of_model: float = 0.0) -> None:
         self._token_ids = token_ids
@@ -37,7 +37,7 @@ class NgramDrafts:
         self._class = 0
         self._shares = [*AT_FIRST, of_model]
         self.found: tuple[int, ...] = ()
-        self.most = 0
+        self.max_drafts = 0
 
     @property
     def share(self) -> float:
@@ -58,8 +58,8 @@ class NgramDrafts:
         """Take over the draft of a draft model."""
         self._class, self.found = MODEL, drawn
 
-    def propose(self, most: int) -> None:
-        """Draft `most` tokens, or none if the last token is a new one."""
+    def propose(self, max_drafts: int) -> None:
+        """Draft `max_drafts` tokens, or none if the last token is a new one."""
         self._follow()
         end = self._upto - 1
         ends = np.flatnonzero(self._ids[:end] == self._ids[end])
@@ -69,7 +69,7 @@ class NgramDrafts:
             ends = ends[ends >= matched]
             ends = ends[self._ids[ends - matched] == self._ids[end - matched]]
         self._class = bisect_right(CLASSES, matched)
-        self.found = tuple(np.resize(self._ids[at + 1 : self._upto], most).tolist()) if matched else ()
+        self.found = tuple(np.resize(self._ids[at + 1 : self._upto], max_drafts).tolist()) if matched else ()
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Learn from the tokens drawn after the last one, whether their drafts were computed or not."""

@@ -53,13 +53,13 @@ class Replicas:
 
     # Sender.
 
-    def due(self, most: int, without: Container[Key] = (), apart: Container[DecodeTarget] = ()) -> list[Request]:
-        """Return at most `most` streams with enough new blocks to copy, those with most first.
+    def due(self, limit: int, without: Container[Key] = (), apart: Container[DecodeTarget] = ()) -> list[Request]:
+        """Return at most `limit` streams with enough new blocks to copy, those with most first.
 
         without: streams to skip; apart: buddies to leave alone."""
         running = self._request_table.running
         due = [r for r in running if self._enough(r) and r.key not in without and r.job.buddy not in apart]
-        return nlargest(most, due, key=self._uncopied)
+        return nlargest(limit, due, key=self._uncopied)
 
     def copyable(self, request: Request) -> int:
         """Return how many leading blocks a copy has: all full ones, or those from which the stream can continue."""
@@ -109,14 +109,14 @@ class Replicas:
 
     # Receiver.
 
-    def reserve(self, grant: Hashable, hashes: Sequence[bytes], most: int) -> tuple[int, list[int]]:
-        """Reserve blocks for a replica; return how many leading blocks are here, and blocks for the next `most`.
+    def reserve(self, grant: Hashable, hashes: Sequence[bytes], limit: int) -> tuple[int, list[int]]:
+        """Reserve blocks for a replica; return how many leading blocks are here, and blocks for the next `limit`.
 
         All stay held until `quiet`. Raises GrantRefused where streams and prompts might need the memory."""
         if not self._pool.prefix_caching:
             raise GrantRefused("the prefix cache is off")
         here = self._pool.match(hashes)
-        fresh = min(most, len(hashes) - len(here))
+        fresh = min(limit, len(hashes) - len(here))
         block_ids = self._pool.acquire(grant, GRANT, here, fresh, keep=self._pool.num_blocks // RESERVE_DIVISOR)
         if block_ids is None:
             raise GrantRefused("the pool has no room for copies")

@@ -226,9 +226,9 @@ def resumed(request: Request) -> bool:
 
 def coming(request: Request, computing: Iterable[Request]) -> bool:
     """Return whether one of the prompts being computed is at a block that this one will reuse."""
-    hashes, most = request.hashes, len(request.reusable_hashes)
+    hashes, size = request.hashes, len(request.reusable_hashes)
     return any(
-        other.registered < most and hashes[other.registered] in other.hashes[other.registered : other.registered + 1]
+        other.registered < size and hashes[other.registered] in other.hashes[other.registered : other.registered + 1]
         for other in computing
     )
 

@@ -119,11 +119,11 @@ class ReturnClasses:
     """Return rates by class: tenant, kind of chain, and a level (of turns, or of sessions that share a block).
 
     A class that has seen little follows the class of all tenants with that kind and level, and this one the kind. A
-    class with a group follows the same class without one. `most`: classes kept; a tenant whose class was dropped begins
-    again."""
+    class with a group follows the same class without one. max_classes: classes kept; a tenant whose class was dropped
+    begins again."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_classes: int) -> None:
+        self._max_classes = max_classes
         self._kinds: dict[str, ReturnRates] = {}
         self._levels: dict[tuple[str, int], ReturnRates] = {}
         self._classes: OrderedDict[tuple[str, str, int, int], ReturnRates] = OrderedDict()
@@ -135,7 +135,7 @@ class ReturnClasses:
         if found is None:
             wider = self.find(tenant, kind, level) if group else self._wider(kind, level)
             found = self._classes[key] = ReturnRates(wider)
-            if len(self._classes) > self._most:
+            if len(self._classes) > self._max_classes:
                 self._classes.popitem(last=False)
         self._classes.move_to_end(key)
         return found

@@ -29,7 +29,7 @@ SCORED_ROWS = 128
 """Rows of logits made at once for prompt log-probabilities (128 rows of a 128k vocabulary are 64 MiB)."""
 
 
-SHORT = 64
+MAX_WHOLE_TOKENS = 64
 """Limit of the tokens of a step that keeps the cores to its end; handing them over would take as long as the step."""
 
 
@@ -119,7 +119,7 @@ class Runner:
 
         Raises ForwardAbandoned once `keep_going()` is false; nothing more is written then, until the step
         continues from `halfway`."""
-        whole = slices[0].streams or sum(part.count for part in slices) <= SHORT
+        whole = slices[0].streams or sum(part.count for part in slices) <= MAX_WHOLE_TOKENS
         urgent = any(part.request.job.newcomer and not part.request.output_len for part in slices)
         with self._core_turns.computing(keep_going, whole=whole, urgent=urgent) as keep_going:
             return self._run(slices, keep_going, halfway)

@@ -170,7 +170,7 @@ class Scheduler:
             request = waiting[passed]
             if request.media is not None and self._lacks_rows(request, request.media):
                 suspend(self.request_table, passed, Awaits.MEDIA)
-                self.media.ask(request, self.blocks.computes_from(request))
+                self.media.request_rows(request, self.blocks.computes_from(request))
                 continue
             while before and before[0].place < request.place:
                 budget -= before.pop(0).uncomputed
@@ -211,8 +211,8 @@ class Scheduler:
 
     def _running_limit(self, request: Request) -> int:
         """Return the limit of seats in use with this request; streams that began elsewhere may use reserved seats."""
-        most = self.limits.max_num_seqs
-        return min(max_running(most), self.limits.max_num_batched_tokens) if resumed(request) else most
+        seats = self.limits.max_num_seqs
+        return min(max_running(seats), self.limits.max_num_batched_tokens) if resumed(request) else seats
 
     def _note_admission(self, request: Request) -> None:
         """Record the first admission; from now on the link sends from the blocks or receives into them."""

@@ -26,18 +26,18 @@ RESERVE_DIVISOR = 8
 class Speculation:
     """Speculative decoding of one engine.
 
-    most: drafts per stream in a step, 0 for none; rows: tokens of a step; model: draft model, used where no n-gram
-    matches."""
+    max_drafts: drafts per stream in a step, 0 for none; rows: tokens of a step; model: draft model, used where no
+    n-gram matches."""
 
-    def __init__(self, blocks: BlockAssignment, most: int, rows: int, model: DraftModel | None = None) -> None:
-        self._blocks, self._most, self._rows = blocks, most, rows
+    def __init__(self, blocks: BlockAssignment, max_drafts: int, rows: int, model: DraftModel | None = None) -> None:
+        self._blocks, self._max_drafts, self._rows = blocks, max_drafts, rows
         self._drafter = Drafter(model) if model is not None else None
         self._cost = StepCost()
         self._turn = self._drafted = self._accepted = 0
 
     def __bool__(self) -> bool:
         """Return whether there may be drafts."""
-        return self._most > 0
+        return self._max_drafts > 0
 
     def extend(self, slices: Sequence[Slice]) -> Sequence[Slice]:
         """Return the slices with drafts added if all are of streams.
@@ -45,7 +45,7 @@ class Speculation:
         While the cost of a draft is unknown, every other step has none."""
         self._turn += 1
         plain = self._turn % 2 and self._cost.spread < ASSUMED_WEIGHT
-        if not self._most or plain or not all(part.streams for part in slices):
+        if not self._max_drafts or plain or not all(part.streams for part in slices):
             return slices
         drafts = [self._propose(part.request) for part in slices]
         if self._drafter is not None:
@@ -58,7 +58,7 @@ class Speculation:
 
     def settle(self, slices: Sequence[Slice], drawn: Sequence[object], seconds: float) -> float:
         """Record the outcome of a step's drafts and its seconds; return the seconds that a draft model took."""
-        if not self._most or not all(part.streams for part in slices):
+        if not self._max_drafts or not all(part.streams for part in slices):
             return 0.0
         drafting_s = self._drafter.settle(slices, drawn, seconds, self._cost.line()) if self._drafter else 0.0
         self._cost.observe(sum(1 + len(part.drafts) for part in slices), seconds - drafting_s)
@@ -87,15 +87,15 @@ class Speculation:
         row = request.sample_row
         if row is None or row.mask is not None or reads_history(row.params):
             return None
-        most = min(self._most, row.params.max_tokens - request.output_len - 1)
+        max_drafts = min(self._max_drafts, row.params.max_tokens - request.output_len - 1)
         if request.pause_at is not None:
-            most = min(most, request.pause_at - request.computed_len - 1)
-        if most <= 0:
+            max_drafts = min(max_drafts, request.pause_at - request.computed_len - 1)
+        if max_drafts <= 0:
             return None
         if request.drafts is None:
             request.drafts = NgramDrafts(request.token_ids, self._drafter.share if self._drafter else 0.0)
-        request.drafts.most = most
-        request.drafts.propose(most)
+        request.drafts.max_drafts = max_drafts
+        request.drafts.propose(max_drafts)
         return request.drafts
 
     def _counts(self, drafts: Sequence[NgramDrafts | None]) -> list[int]:

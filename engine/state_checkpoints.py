@@ -34,7 +34,7 @@ class StatePrefixes:
         return self.num_blocks
 
     @property
-    def most(self) -> int:
+    def max_sent_blocks(self) -> int:
         """Return the blocks that follow a chain to another node."""
         return self.num_blocks
 

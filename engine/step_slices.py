@@ -57,9 +57,9 @@ def chunks_of(
     for request in requests:
         if budget <= 0:
             break
-        most = request.uncomputed if stop is None else stop(request) - request.computed_len
-        assert most > 0, f"{request.key} has nothing to compute"
-        count = most if whole else min(most, budget)
+        remaining = request.uncomputed if stop is None else stop(request) - request.computed_len
+        assert remaining > 0, f"{request.key} has nothing to compute"
+        count = remaining if whole else min(remaining, budget)
         if request.media is not None:
             count = request.media.whole(request.computed_len, count)
         budget -= count

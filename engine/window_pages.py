@@ -31,14 +31,14 @@ SHARE = 2
 class PageShares:
     """Bounds of the pages of one request in a pool of `num_blocks` blocks. step_tokens: limit of a step's tokens.
 
-    most: limit of pages held at once. longest: blocks of the longest chain for which there is room beside them."""
+    max_held: limit of pages held at once. longest: blocks of the longest chain for which there is room beside them."""
 
     def __init__(self, groups: LayerGroups, block_size: int, step_tokens: int, num_blocks: int) -> None:
-        window, room = groups.most_pages(block_size), num_blocks // SHARE // groups.count
+        window, room = groups.max_pages(block_size), num_blocks // SHARE // groups.count
         ahead = blocks_for(min(step_tokens, max(AHEAD, groups.window)), block_size)
-        self.most = max(window + 1, min(window + ahead, room))
-        beside = self.most * groups.count
-        self.longest = num_blocks - beside if num_blocks > beside + self.most else num_blocks // (1 + groups.count)
+        self.max_held = max(window + 1, min(window + ahead, room))
+        beside = self.max_held * groups.count
+        self.longest = num_blocks - beside if num_blocks > beside + self.max_held else num_blocks // (1 + groups.count)
 
 
 class WindowPages(WindowPrefixes):
@@ -53,7 +53,7 @@ class WindowPages(WindowPrefixes):
         super().__init__(pool, groups, block_size)
         self._groups, self._block_size = groups, block_size
         shares = PageShares(groups, block_size, step_tokens, pool.num_blocks)
-        self._most, self._longest = shares.most, shares.longest
+        self._max_held, self._longest = shares.max_held, shares.longest
         self._kept_every = 1 << (KEPT_EVERY * max(1, self._before) - 1).bit_length()
 
     @property
@@ -168,8 +168,8 @@ class WindowPages(WindowPrefixes):
         """Return the limit of pages that a request holds at once, with room for its longest image computed whole."""
         media = request.media
         if media is None or not media.bidirectional:
-            return self._most
-        return self._most + blocks_for(max((item.length for item in media.items), default=0), self._block_size)
+            return self._max_held
+        return self._max_held + blocks_for(max((item.length for item in media.items), default=0), self._block_size)
 
     def _keep(self, request: Request, count: int) -> None:
         """Let tiers keep the window before the end of the request's first `count` blocks."""

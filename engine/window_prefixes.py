@@ -20,10 +20,10 @@ class WindowPrefixes:
 
     def __init__(self, pool: BlockPool, groups: LayerGroups, block_size: int) -> None:
         self._pool, self.num_blocks = pool, groups.count
-        self._before = groups.most_pages(block_size) - 1
+        self._before = groups.max_pages(block_size) - 1
 
     @property
-    def most(self) -> int:
+    def max_sent_blocks(self) -> int:
         """Return the maximum number of page blocks that go with a chain to another node."""
         return self._before * self.num_blocks
 
@@ -51,7 +51,7 @@ class WindowPrefixes:
     def tokens_of(self, blocks: int) -> int:
         """Return how many of a chain's `blocks` blocks, those of its pages included, hold tokens of all layers."""
         with_all = 1 + self.num_blocks
-        return blocks // with_all if blocks <= self._before * with_all else blocks - self.most
+        return blocks // with_all if blocks <= self._before * with_all else blocks - self.max_sent_blocks
 
     def tokens_before(self, index: int, blocks: int) -> int:
         """Return how many of the first `index` blocks of a chain of `blocks` blocks hold tokens of all layers."""

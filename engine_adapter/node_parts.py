@@ -101,6 +101,6 @@ class NodeParts:
         return "batch_invariant" in kept and (job.params.temperature == 0 or "seeded_replay" in kept)
 
     def _counted(self, outcome: str, sender: NodeName) -> None:
-        self.metrics.canary.looks[outcome].inc()
+        self.metrics.canary.checks[outcome].inc()
         if outcome == "differed":
             self.metrics.canary.deviations.labels(self.metrics.role, sender[0]).inc()

@@ -20,7 +20,7 @@ class Routing:
     groups, kept    only the `kept` best of `groups` groups of consecutive experts are considered
     judged          a group is ranked by the sum of its `judged` highest scores
     factor          weights are multiplied by it
-    least           lower bound of the sum of weights, if renormalised
+    min_sum         lower bound of the sum of weights, if renormalised
     tolerance       if above 0, each chosen expert has a softmax of its own, over the logits of the experts not chosen
                     yet, without those below the best by more than this share of the larger magnitude
     on_inputs       weights multiply an expert's inputs instead of its outputs
@@ -33,7 +33,7 @@ class Routing:
     kept: int = 1
     judged: int = 1
     factor: float = 1.0
-    least: float = 1e-20
+    min_sum: float = 1e-20
     tolerance: float = 0.0
     on_inputs: bool = False
 
@@ -55,7 +55,7 @@ def route(
     chosen = compared.topk(routing.chosen, dim=-1).indices
     weights = scores.gather(1, chosen)
     if routing.renormalised:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.least)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.min_sum)
     return weights * routing.factor, chosen
 
 

@@ -95,11 +95,11 @@ def _scales_and_minima(blocks: torch.Tensor) -> tuple[Levels, Levels]:
 
     The low six bits of bytes 0-3 and 4-7 are the first four of each. Nibbles of bytes 8-11 with the top two bits of
     bytes 0-3 and 4-7 are the last four of each."""
-    scales, least, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales, mins, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     high_scales = (rest & 15) | ((scales >> 2) & 0x30)
-    high_least = (rest >> 4) | ((least >> 2) & 0x30)
-    whole_scales, whole_least = torch.cat((scales & 63, high_scales), 1), torch.cat((least & 63, high_least), 1)
-    return Levels(whole_scales, _half(blocks, 0)), Levels(whole_least, -_half(blocks, 2))
+    high_mins = (rest >> 4) | ((mins >> 2) & 0x30)
+    whole_scales, whole_mins = torch.cat((scales & 63, high_scales), 1), torch.cat((mins & 63, high_mins), 1)
+    return Levels(whole_scales, _half(blocks, 0)), Levels(whole_mins, -_half(blocks, 2))
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
@@ -125,8 +125,8 @@ def _pairs(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q2_k(blocks: torch.Tensor) -> Parts:
-    scales, least = Levels(blocks[:, :16] & 15, _half(blocks, 80)), Levels(blocks[:, :16] >> 4, -_half(blocks, 82))
-    return _pairs(blocks[:, 16:80].contiguous()), scales, least
+    scales, mins = Levels(blocks[:, :16] & 15, _half(blocks, 80)), Levels(blocks[:, :16] >> 4, -_half(blocks, 82))
+    return _pairs(blocks[:, 16:80].contiguous()), scales, mins
 
 
 def _q3_k(blocks: torch.Tensor) -> Parts:
@@ -181,8 +181,8 @@ def taken_apart(rows: StoredRows) -> Parts:
     minima: list[Levels] = []
     step = _PIECE // form.size
     for at in range(0, len(blocks), step):
-        codes, steps, least = form.apart(blocks[at : at + step])
+        codes, steps, mins = form.apart(blocks[at : at + step])
         values[at : at + step] = codes.flatten(1)
         scales.append(steps)
-        minima += [] if least is None else [least]
+        minima += [] if mins is None else [mins]
     return values.view(count, -1), Levels.laid(scales, count), Levels.laid(minima, count) if minima else None

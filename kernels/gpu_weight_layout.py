@@ -175,18 +175,18 @@ def _integers(values: torch.Tensor, group: int) -> Found | None:
     """Return codes that fit eight bits and bfloat16, with their offsets; None if they do not."""
     grouped = values.view(len(values), -1, group).to(torch.int16)
     low, high = grouped.aminmax(dim=-1)
-    apart, least, most = int((high - low).max()), int(low.min()), int(high.max())
-    if least >= -8 and most < 8:
+    spread, lowest, highest = int((high - low).max()), int(low.min()), int(high.max())
+    if lowest >= -8 and highest < 8:
         return INT4, (values + 8).to(torch.uint8), None
-    if apart <= _NIBBLES and max(-least, most) <= _EXACT:
+    if spread <= _NIBBLES and max(-lowest, highest) <= _EXACT:
         return INT4, (grouped - low[..., None]).to(torch.uint8).flatten(1), low
     if (codes := codes_of_e2m1(values)) is not None:
         return FP4, codes, None
-    if least >= -32 and most < 32 and _in_sixes(values, group):
+    if lowest >= -32 and highest < 32 and _in_sixes(values, group):
         return INT6, (values + 32).to(torch.uint8), None
-    if least >= -128 and most <= 127:
+    if lowest >= -128 and highest <= 127:
         return INT8, values.to(torch.int8).view(torch.uint8), None
-    if apart <= _BYTES and max(-least, most) <= _EXACT:
+    if spread <= _BYTES and max(-lowest, highest) <= _EXACT:
         middle = low + 128
         return INT8, (grouped - middle[..., None]).to(torch.int8).view(torch.uint8).flatten(1), middle
     return None
@@ -194,9 +194,9 @@ def _integers(values: torch.Tensor, group: int) -> Found | None:
 
 def _above_minima(values: torch.Tensor, group: int) -> Found:
     """Return codes from 0 to 127 with offsets."""
-    most = int(values.max())
-    six = INT6 if most <= _SIXES and _in_sixes(values, group) else INT8
-    return (INT4 if most <= _NIBBLES else six), values.view(torch.uint8), None
+    highest = int(values.max())
+    six = INT6 if highest <= _SIXES and _in_sixes(values, group) else INT8
+    return (INT4 if highest <= _NIBBLES else six), values.view(torch.uint8), None
 
 
 def _in_sixes(values: torch.Tensor, group: int) -> bool:

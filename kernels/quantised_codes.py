@@ -130,12 +130,12 @@ def int8_of(weight: torch.Tensor, peaks: torch.Tensor | None = None) -> Codes:
 
     peaks: see `kernels.decoder_spec.StoredRows`."""
     peaks = (weight.abs().amax(1).float() if peaks is None else peaks)[:, None]
-    most = torch.full_like(peaks, 127)  # NaN, and not infinity, so that the inverse may be multiplied
-    inverse = torch.where(peaks > 0, most / peaks, 0.0)
+    steps = torch.full_like(peaks, 127)  # NaN, and not infinity, so that the inverse may be multiplied
+    inverse = torch.where(peaks > 0, steps / peaks, 0.0)
     values, step = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), max(1, _PIECE // weight.shape[1])
     for at in range(0, len(weight), step):
         values[at : at + step] = (weight[at : at + step].float() * inverse[at : at + step]).round_()
-    return Codes(values, peaks / most)
+    return Codes(values, peaks / steps)
 
 
 def _narrow(codes: torch.Tensor) -> torch.Tensor:

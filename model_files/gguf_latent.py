@@ -39,5 +39,5 @@ def latent_fields(file: GGUFFile) -> dict[str, Any]:
 
 def latent_rope(file: GGUFFile) -> dict[str, Any]:
     """Return YaRN's attention factor, which applies to scores as a whole."""
-    told = file.get("rope.scaling.yarn_log_multiplier")
-    return {} if told is None else {"mscale": told / _LOG, "mscale_all_dim": told / _LOG}
+    message = file.get("rope.scaling.yarn_log_multiplier")
+    return {} if message is None else {"mscale": message / _LOG, "mscale_all_dim": message / _LOG}

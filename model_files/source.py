@@ -96,11 +96,13 @@ def read_facts(source: ModelSource) -> ModelFacts:
             param="model",
         )
     if facts.max_model_len == 1 or facts.max_model_len < 0:
-        told = f"{source.name} has a context of {facts.max_model_len} tokens; at least 2 are needed, prompt and answer"
-        raise ConfigError(told, param="model")
+        message = (
+            f"{source.name} has a context of {facts.max_model_len} tokens; at least 2 are needed, prompt and answer"
+        )
+        raise ConfigError(message, param="model")
     if facts.max_model_len > MAX_CONTEXT:
-        told = f"{source.name} has a context of {facts.max_model_len} tokens; the limit is {MAX_CONTEXT}"
-        raise ConfigError(told, param="model")
+        message = f"{source.name} has a context of {facts.max_model_len} tokens; the limit is {MAX_CONTEXT}"
+        raise ConfigError(message, param="model")
     return facts
 
 

@@ -6,22 +6,22 @@ from prometheus_client import Counter, Gauge
 
 from kvferry.protocol.model_metrics import ModelRegistry
 
-LOOKS = ("agreed", "differed", "dropped")
+OUTCOMES = ("agreed", "differed", "dropped")
 
 
 class CanaryMetrics:
     """Canary metrics of a worker.
 
-    looks: counters by outcome. deviations: a family to be bound to role and sender."""
+    checks: counters by outcome. deviations: a family to be bound to role and sender."""
 
     def __init__(self, role: str, registry: ModelRegistry) -> None:
-        looks = registry.family(
+        checks = registry.family(
             Counter,
             "kvferry_canary_looks",
             "Canary recomputations of received prompts, by outcome: agreed, differed, dropped (no room, or no time).",
             ["role", "outcome"],
         )
-        self.looks = {outcome: looks.labels(role, outcome) for outcome in LOOKS}
+        self.checks = {outcome: checks.labels(role, outcome) for outcome in OUTCOMES}
         self.deviations = registry.family(
             Counter,
             "kvferry_canary_deviations",

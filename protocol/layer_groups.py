@@ -52,7 +52,7 @@ class LayerGroups:
         """Return the first page that a sequence of `tokens` needs to continue, or from its last full block on."""
         return first_seen(tokens // block_size * block_size, self.window) // block_size
 
-    def most_pages(self, block_size: int) -> int:
+    def max_pages(self, block_size: int) -> int:
         """Return the maximum number of pages that a sequence needs, including a partly used one."""
         return -(-(self.window - 1) // block_size) + 1
 

@@ -108,7 +108,7 @@ class KVLayout:
     @property
     def window_pages(self) -> int:
         """Return the maximum number of pages that a sequence needs; 0 unless layers with windows have own blocks."""
-        return self.groups.most_pages(self.block_size) if self.groups is not None else 0
+        return self.groups.max_pages(self.block_size) if self.groups is not None else 0
 
     def of_rank(self, ranks: int) -> KVLayout:
         """Return the layout of the pool of each of `ranks` ranks.

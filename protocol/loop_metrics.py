@@ -18,7 +18,7 @@ class LoopMetrics:
             registry=registry,
             buckets=LAG_BUCKETS,
         )
-        self.held_up = Counter(
+        self.core_wait = Counter(
             "kvferry_event_loop_without_core_seconds",
             "Seconds for which the event loop's thread was runnable but had no core: the machine is overcommitted.",
             registry=registry,

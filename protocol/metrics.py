@@ -26,7 +26,7 @@ STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 """Upper bounds of step-time histograms' buckets, in seconds."""
 
 
-class QuickCounter(Counter):
+class UncheckedCounter(Counter):
     """Counter without the checks of its amount and labels, which take longer than counting."""
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
@@ -38,7 +38,7 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = registry or CollectorRegistry()
-        self.requests = QuickCounter(
+        self.requests = UncheckedCounter(
             "kvferry_requests", "Requests finished, by endpoint and HTTP status.", ["endpoint", "status"], registry=r
         )
         self.inflight = Gauge("kvferry_requests_inflight", "Requests in progress.", registry=r)
@@ -59,13 +59,13 @@ class RouterMetrics:
         self.e2e = TokenHistograms(
             "kvferry_request_seconds", "Seconds from arrival to last token.", [], registry=r, buckets=LATENCY_BUCKETS
         )
-        self.prompt_tokens = QuickCounter(
+        self.prompt_tokens = UncheckedCounter(
             "kvferry_prompt_tokens",
             "Prompt tokens of finished placements by source: computed, reused_prefill, reused_decode, fetched.",
             [*labels.MODEL, "source"],
             registry=r,
         )
-        self.output_tokens = QuickCounter(
+        self.output_tokens = UncheckedCounter(
             "kvferry_output_tokens", "Output tokens delivered, by model.", labels.MODEL, registry=r
         )
         self.reuse = ReuseMetrics(r)
@@ -74,7 +74,7 @@ class RouterMetrics:
             "First tokens whose reuse accounting the router found wrong: a bug in the node named in the log.",
             registry=r,
         )
-        self.placements = QuickCounter(
+        self.placements = UncheckedCounter(
             "kvferry_placements",
             "Attempts started, by where the prompt is computed: remote (a prefill node), local (the decode node). A "
             "request starts one, and one more after each failure and for each hedge; migrations compute no prompt.",
@@ -142,7 +142,7 @@ class RouterMetrics:
             ["status", "code"],
             registry=r,
         )
-        self.tenant_tokens = QuickCounter(
+        self.tenant_tokens = UncheckedCounter(
             "kvferry_tenant_tokens",
             "Tokens by tenant (empty: requests without a tenant's key) and kind: prompt, cached (of the "
             "prompt), output.",

@@ -30,8 +30,8 @@ def live_nodes(registry: CollectorRegistry) -> Gauge:
     """Define the gauge of live nodes by role, state and model, as a router sees them.
 
     The model of a node with another wire version is unknown, and its label empty."""
-    told = "Live nodes by role, state and model (empty: nodes of another wire version)."
-    return Gauge("kvferry_nodes", told, ["role", "state", *labels.MODEL], registry=registry)
+    text = "Live nodes by role, state and model (empty: nodes of another wire version)."
+    return Gauge("kvferry_nodes", text, ["role", "state", *labels.MODEL], registry=registry)
 
 
 class ModelRegistry(CollectorRegistry):

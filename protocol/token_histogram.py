@@ -36,9 +36,15 @@ class TokenHistograms(Collector):
     """Histogram metric with labels: a Prometheus collector of TokenHistogram children."""
 
     def __init__(
-        self, name: str, told: str, labels: Sequence[str], *, registry: CollectorRegistry, buckets: Sequence[float]
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        *,
+        registry: CollectorRegistry,
+        buckets: Sequence[float],
     ) -> None:
-        self._described, self._bounds = (name, told, labels), tuple(map(float, buckets))
+        self._described, self._bounds = (name, text, labels), tuple(map(float, buckets))
         self._named: dict[tuple[str, ...], TokenHistogram] = {}
         registry.register(self)
 
@@ -59,5 +65,5 @@ class TokenHistograms(Collector):
         yield family
 
     def _family(self) -> HistogramMetricFamily:
-        name, told, labels = self._described
-        return HistogramMetricFamily(name, told, labels=labels)
+        name, text, labels = self._described
+        return HistogramMetricFamily(name, text, labels=labels)

@@ -205,7 +205,7 @@ def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
     return Limits(
         header_s=settings.header_timeout,
         body_s=settings.body_timeout,
-        least_rate=settings.min_body_rate,
+        min_rate=settings.min_body_rate,
         reader_s=settings.reader_timeout,
         request_s=settings.request_timeout,
         body_bytes=max(settings.max_body_mib, settings.files_mib) * 2**20,

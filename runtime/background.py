@@ -10,7 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """Seconds after which a task that has not ended is cancelled again."""
 
 
@@ -34,7 +34,7 @@ async def end(task: asyncio.Task[None]) -> None:
     client uses for writes, drops a cancellation that arrives just as it completes."""
     while not task.done():
         task.cancel()
-        await asyncio.wait((task,), timeout=AGAIN_S)
+        await asyncio.wait((task,), timeout=RETRY_S)
     with suppress(asyncio.CancelledError):
         await task
 

@@ -90,11 +90,11 @@ class ClusterSecrets:
 def read_secrets(text: str) -> tuple[ClusterSecret, ...]:
     """Parse secrets, one per line. Raises ConfigError, whose message contains no secret."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    least, name = MIN_CHARACTERS, "cluster_secret"
+    minimum, name = MIN_CHARACTERS, "cluster_secret"
     if not 1 <= len(lines) <= MAX_SECRETS:
         raise ConfigError(f"expected 1 to {MAX_SECRETS} cluster secrets, one per line, got {len(lines)}", param=name)
-    if short := [len(line) for line in lines if len(line) < least]:
-        raise ConfigError(f"a cluster secret must have at least {least} characters, got {short[0]}", param=name)
+    if short := [len(line) for line in lines if len(line) < minimum]:
+        raise ConfigError(f"a cluster secret must have at least {minimum} characters, got {short[0]}", param=name)
     return tuple(
         ClusterSecret(
             _derived(line, b"kvferry link"), _derived(line, b"kvferry http").hex(), _derived(line, b"kvferry registry")

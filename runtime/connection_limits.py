@@ -21,7 +21,7 @@ class Limits:
 
     header_s      maximum time from connect, or from a later request's first byte, to the end of the request's header
     body_s        maximum time between two pieces of a body
-    least_rate    minimum rate in bytes per second at which a body must arrive, once body_s has passed, and a response
+    min_rate      minimum rate in bytes per second at which a body must arrive, once body_s has passed, and a response
                   must be read
     request_s     maximum time from the end of a header to the end of the body
     reader_s      maximum time for which a client may read too little of a response
@@ -32,7 +32,7 @@ class Limits:
 
     header_s: float = 10.0
     body_s: float = 30.0
-    least_rate: float = 0.0
+    min_rate: float = 0.0
     request_s: float = 600.0
     reader_s: float = 30.0
     body_bytes: int = 0

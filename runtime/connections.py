@@ -27,14 +27,14 @@ from kvferry.runtime.slow_readers import UnreadOutput
 
 OWN_FIELDS = (
     "_active", "_address", "_began", "_begun", "_body_began", "_body_bytes", "_connection_counts", "_data", "_drained",
-    "_heard", "_length", "_limits", "_paced_from", "_phase", "_reader", "_reading_on", "_refused", "_timer",
+    "_length", "_limits", "_paced_from", "_phase", "_reader", "_reading_on", "_received_at", "_refused", "_timer",
 )  # fmt: skip
 """Fields beside uvicorn's: with them, a connection has more names than CPython shares, and takes 1 KiB more."""
 
 
 def guarded(limits: Limits) -> type[asyncio.Protocol]:
     """Return a protocol with these limits, and connection counts of its own, for uvicorn's `http=`."""
-    counts = ConnectionCounts(limits.per_address, most=limits.connections)
+    counts = ConnectionCounts(limits.per_address, limit=limits.connections)
     return cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits=limits, connection_counts=counts))
 
 
@@ -50,14 +50,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._active: ResponseCycle | None = None
         self._begun = self._reading_on = self._refused = False
         self._length, self._data, self._body_bytes, self._drained = RequestLength(limits.body_bytes), b"", 0, 0
-        self._heard = self._began = self._body_began = self._paced_from = 0.0
+        self._received_at = self._began = self._body_began = self._paced_from = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._reader: UnreadOutput | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         lighten(self)
-        self._reader = UnreadOutput(transport, self.loop, self._limits.reader_s, self._limits.least_rate)
+        self._reader = UnreadOutput(transport, self.loop, self._limits.reader_s, self._limits.min_rate)
         if self.client is not None:
             self._address = self.client[0]
             if crowd := self._connection_counts.enter(self._address):
@@ -83,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._phase is Phase.BETWEEN:
             self._enter_header()
-        self._heard, self._began = self.loop.time(), time.perf_counter()
+        self._received_at, self._began = self.loop.time(), time.perf_counter()
         self._length.received, self._data = self._length.received + len(data), data
         super().data_received(data)
         self._data = b""
@@ -198,12 +198,12 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         now = self.loop.time()
         if self.flow.read_paused:
-            self._heard, self._paced_from, self._body_bytes = now, now, 0
-        due = self._heard + self._limits.body_s
+            self._received_at, self._paced_from, self._body_bytes = now, now, 0
+        due = self._received_at + self._limits.body_s
         if self._limits.request_s:
             due = min(due, self._body_began + self._limits.request_s)
-        owed = self._limits.least_rate * (now - self._paced_from - self._limits.body_s)
-        if now < due and self._body_bytes >= owed:
+        required = self._limits.min_rate * (now - self._paced_from - self._limits.body_s)
+        if now < due and self._body_bytes >= required:
             self._timer = self.loop.call_at(due, self._watch_body)
         else:
             self._refuse(SlowRequest("the request's body did not arrive in time"))

@@ -17,7 +17,7 @@ KEEPALIVE_S = 2.0
 It is below uvicorn's limit of 5 s, so that no call uses a connection while the server closes it."""
 MAX_REFUSAL_BYTES = MAX_HEAD_BYTES = 65_536
 
-Told = Callable[..., None] | None
+Callback = Callable[..., None] | None
 """Optional callback."""
 
 
@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
         self.headers: dict[str, str] = {}
 
     async def exchange(
-        self, request: bytes, silence_s: float | None, opened: Told, deliver: Told, reading: Told = None
+        self, request: bytes, silence_s: float | None, opened: Callback, deliver: Callback, reading: Callback = None
     ) -> None:
         """Send a request and read its answer to the end.
 
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._refused, self._refusal = False, b""
         self._head_bytes: int | None = 0
         self._ended = self._loop.create_future()
-        self._heard = self._clock()
+        self._received_at = self._clock()
         if self._transport.is_closing():
             self._end(ConnectionResetError("the connection was closed"))
         elif reading is not None:
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
         if self._ended is None or self._ended.done():
             self._transport.abort()
             return
-        self._heard = self._clock()
+        self._received_at = self._clock()
         if self._head_bytes is not None:
             self._head_bytes += len(data)
         try:
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
         """Check for silence, with one timer that is set again only when it fires."""
         if self._silence_s is None:
             return
-        left = self._heard + self._silence_s - self._clock()
+        left = self._received_at + self._silence_s - self._clock()
         if left > 0:
             self._timer = self._loop.call_later(left, self._watch)
         else:

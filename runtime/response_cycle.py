@@ -30,10 +30,10 @@ class ResponseCycle(RequestResponseCycle):
 
     The head of a response waits for the body's first bytes, for two turns of the event loop at most.
 
-    when_gone  callback of `watch`; None: no watch
+    on_disconnect  callback of `watch`; None: no watch
     """
 
-    when_gone: Callable[[], None] | None = None
+    on_disconnect: Callable[[], None] | None = None
     _head = b""
 
     @classmethod
@@ -44,28 +44,28 @@ class ResponseCycle(RequestResponseCycle):
         cycle.message_event = LightEvent(is_set=cycle.message_event.is_set())
         return cycle
 
-    def watch(self, gone: Callable[[], None]) -> Callable[[], None]:
-        """Call `gone` once if the client closes its connection before the response is complete, or already has.
+    def watch(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` once if the client closes its connection before the response is complete, or already has.
 
         Returns a function that ends the watch."""
         self.flow.resume_reading()
         if self.disconnected:
-            asyncio.get_running_loop().call_soon(gone)
+            asyncio.get_running_loop().call_soon(callback)
         else:
-            self.when_gone = gone
+            self.on_disconnect = callback
         return self.unwatch
 
     def unwatch(self) -> None:
         """End the watch."""
-        self.when_gone = None
+        self.on_disconnect = None
 
     def leave(self) -> None:
         """Record that the client has disconnected."""
         self.disconnected = True
         self.message_event.set()
-        gone, self.when_gone = self.when_gone, None
-        if gone is not None:
-            gone()
+        callback, self.on_disconnect = self.on_disconnect, None
+        if callback is not None:
+            callback()
 
     def send(self, message: Any) -> Awaitable[None]:  # type: ignore[override]
         """Send a part of the response (ASGI), at once if the client keeps up: a coroutine costs as much as the rest.
@@ -94,7 +94,7 @@ class ResponseCycle(RequestResponseCycle):
         if not self.response_started and kind == "http.response.start":
             self._begin(message)
         elif self.response_started and not self.response_complete and kind == "http.response.body":
-            self._go_on(message.get("body", b""), message.get("more_body", False))
+            self._continue(message.get("body", b""), message.get("more_body", False))
         else:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
 
@@ -130,7 +130,7 @@ class ResponseCycle(RequestResponseCycle):
         if head and not self.transport.is_closing():
             self.transport.write(head)
 
-    def _go_on(self, body: bytes, more: bool) -> None:
+    def _continue(self, body: bytes, more: bool) -> None:
         head, self._head = self._head, b""
         if self.scope["method"] == "HEAD":
             data, self.expected_content_length = b"", 0
@@ -150,7 +150,7 @@ class ResponseCycle(RequestResponseCycle):
     def _end(self) -> None:
         if self.expected_content_length != 0:
             raise RuntimeError("Response content shorter than Content-Length")
-        self.response_complete, self.when_gone = True, None
+        self.response_complete, self.on_disconnect = True, None
         self.message_event.set()
         if not self.keep_alive:
             self.transport.close()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 TICK_S = 0.25
 
 
-def held_up_s(native_id: int | None) -> float:
+def core_wait_s(native_id: int | None) -> float:
     """Return how many seconds a thread of this process was runnable but waited for a core, in total.
 
     The value is as of the thread's last time slice; 0 if the system does not report it."""
@@ -26,8 +26,8 @@ def held_up_s(native_id: int | None) -> float:
 
 
 @contextmanager
-def own_held_up_s() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns `held_up_s` of the calling thread, for frequent calls.
+def own_core_wait_s() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns `core_wait_s` of the calling thread, for frequent calls.
 
     It keeps the file open: opening costs ten times as much as reading."""
     try:

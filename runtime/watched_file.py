@@ -40,9 +40,9 @@ class WatchedFile(Generic[T]):
         self._path, self._flag = Path(path).expanduser(), f"--{setting.replace('_', '-')}"
         self._read, self._taken = read, taken
         try:
-            found = self._look(None)
+            found = self._read_changed(None)
         except (OSError, ConfigError) as error:
-            raise ConfigError(f"{self._flag} {path}: {_told(error)}", param=setting) from error
+            raise ConfigError(f"{self._flag} {path}: {_message(error)}", param=setting) from error
         assert found
         self._stamp, self.value = found
 
@@ -52,27 +52,27 @@ class WatchedFile(Generic[T]):
 
     async def follow(self) -> None:
         """Reload the file whenever it changes, until cancelled."""
-        told = ""
+        reported = ""
         while True:
             await asyncio.sleep(POLL_S)
-            said = await self.refresh()
-            if said and said != told:
-                log.error("%s %s: %s; keeping its previous content", self._flag, self._path, said)
-            told = said
+            failure = await self.refresh()
+            if failure and failure != reported:
+                log.error("%s %s: %s; keeping its previous content", self._flag, self._path, failure)
+            reported = failure
 
     async def refresh(self) -> str:
         """Reload the file if it has changed. Returns the reason of a failure; empty on success."""
         try:
-            found = await asyncio.to_thread(self._look, self._stamp)
+            found = await asyncio.to_thread(self._read_changed, self._stamp)
         except (OSError, ConfigError) as error:
-            return _told(error)
+            return _message(error)
         if found:
             self._stamp, self.value = found
             self._taken(self.value)
             log.info("%s %s has changed and was reloaded", self._flag, self._path)
         return ""
 
-    def _look(self, known: Stamp | None) -> tuple[Stamp, T] | None:
+    def _read_changed(self, known: Stamp | None) -> tuple[Stamp, T] | None:
         """Return the file's state and parsed value; None if its state is `known`. Raises OSError, ConfigError."""
         with self._path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -88,5 +88,5 @@ class WatchedFile(Generic[T]):
             raise ConfigError("not UTF-8") from None
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return error.message if isinstance(error, ConfigError) else reason(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.engine.speech.loop import SpeechLoop
 from kvferry.protocol.messages import Pulse
-from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, held_up_s
+from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, core_wait_s
 from kvferry.worker.watchdog import LOOP_S, WatchedThread
 
 ENGINE_S = 60.0
@@ -16,7 +16,7 @@ class SpeechVitals:
 
     def __init__(self, engine: SpeechLoop, loop: LoopClock) -> None:
         self._engine, self._clock = engine, SuspendAwareClock()
-        self._of_engine = WatchedThread(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id))
+        self._of_engine = WatchedThread(lambda: engine.mark, starved=lambda: core_wait_s(engine.native_id))
         self._of_loop = WatchedThread(lambda: loop.ticks)
 
     def check(self) -> None:

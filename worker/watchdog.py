@@ -13,7 +13,7 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.media.local_embeddings import LocalEmbeddings
 from kvferry.kv_transfer.ucx import UcxLink
 from kvferry.protocol.messages import Pulse
-from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, held_up_s
+from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, core_wait_s
 from kvferry.worker.ranks import Ranks
 from kvferry.worker.rates import RateMeter
 
@@ -86,8 +86,8 @@ class ThreadLiveness:
         self._engine, self._link, self._budget, self._rates, self._ranks = engine, link, budget, rates, ranks
         self._clock = SuspendAwareClock()
         self._threads = {
-            "engine": WatchedThread(lambda: engine.mark, starved=lambda: held_up_s(engine.native_id)),
-            "link": WatchedThread(lambda: link.heartbeat, lambda: held_up_s(link.native_id)),
+            "engine": WatchedThread(lambda: engine.mark, starved=lambda: core_wait_s(engine.native_id)),
+            "link": WatchedThread(lambda: link.heartbeat, lambda: core_wait_s(link.native_id)),
             "loop": WatchedThread(lambda: loop.ticks),
         }
         self._encoder = WatchedThread(lambda: embeddings.mark if embeddings is not None else None)

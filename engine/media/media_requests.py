@@ -59,7 +59,7 @@ class MediaRequests:
         if request.media is not None and self.encoder is not None:
             request.media.bidirectional = self.encoder.bidirectional
 
-    def ask(self, request: Request, start: int) -> None:
+    def request_rows(self, request: Request, start: int) -> None:
         """Ask for the rows that the tokens from `start` on need; the request awaits them.
 
         Its media have no data if its prompt was computed elsewhere. It then fails, and the router retries with them."""

@@ -94,7 +94,7 @@ def _routing(config: dict[str, Any], names: ExpertNames, count: int) -> Routing:
         kept=kept,
         judged=judged,
         factor=float(config.get("routed_scaling_factor") or 1.0),
-        least=float(config.get("moe_norm_min") or 1e-20),
+        min_sum=float(config.get("moe_norm_min") or 1e-20),
         tolerance=2 * float(config.get("router_jitter_noise", 0.01)) if names.mixer else 0.0,
         on_inputs=names.on_inputs,
     )

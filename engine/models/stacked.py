@@ -84,9 +84,9 @@ class StackedWeights:
         check_shape(f"{part.stored}_scales", tuple(scales.shape), (shape[0], shape[1] // RUN))
         return codes_of(torch.stack((blocks & 15, blocks >> 4), -1).view(shape), scales)
 
-    def _inputs_first(self, part: _Part, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    def _inputs_first(self, part: _Part, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Return whether a weight has its inputs first: transformers saves those of some families the other way."""
-        outputs_first = (wanted[0] * (1 if part.which == "down" else 2), *wanted[1:])
+        outputs_first = (expected[0] * (1 if part.which == "down" else 2), *expected[1:])
         return self._stack.inputs_first and (stored != outputs_first or stored == outputs_first[::-1])
 
     def _tensor(self, part: _Part, name: str) -> torch.Tensor:

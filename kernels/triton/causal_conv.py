@@ -13,15 +13,15 @@ CHANNELS, TOKENS = 64, 32
 
 
 @triton.jit
-def begins_chain(before, after, seq, least):
-    """Return whether a sequence does not continue the state of the one before it; `least`: the first sequence."""
+def begins_chain(before, after, seq, first_seq):
+    """Return whether a sequence does not continue the state of the one before it; first_seq: the first one."""
     row = tl.load(before + seq)
-    left = tl.load(after + seq - 1, mask=seq > least, other=-2)
+    left = tl.load(after + seq - 1, mask=seq > first_seq, other=-2)
     return (row < 0) | (row != left)
 
 
 @triton.jit
-def goes_on(before, after, seq, seqs):
+def continues_chain(before, after, seq, seqs):
     """Return whether the next sequence begins with the state that this one leaves."""
     row = tl.load(before + seq + 1, mask=seq + 1 < seqs, other=-1)
     return (row >= 0) & (row == tl.load(after + seq))
@@ -87,7 +87,7 @@ def causal_conv_kernel(
             earlier = kept & ((at < 0) & (at >= oldest))[:, None]
             value += tl.load(old[None, :] + (at + WIDTH - 1)[:, None], mask=earlier, other=0.0)
             tl.store(states + last * stride_states + channel[None, :] * (WIDTH - 1) + tap[:, None], value, mask=kept)
-        more = goes_on(before, after, seq, seqs)
+        more = continues_chain(before, after, seq, seqs)
         seq += 1
         tl.debug_barrier()
 

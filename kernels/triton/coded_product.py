@@ -99,10 +99,10 @@ def product_kernel(
             if SHARED:
                 coarse = tl.load(coarse_scales + four // SHARED, mask=used, other=0.0).to(tl.float32)
             if MINIMA:
-                leasts = word_of(minima, four, used, WORD)
-                coarse_least = 1.0
+                min_words = word_of(minima, four, used, WORD)
+                coarse_min = 1.0
                 if SHARED:
-                    coarse_least = tl.load(coarse_minima + four // SHARED, mask=used, other=0.0).to(tl.float32)
+                    coarse_min = tl.load(coarse_minima + four // SHARED, mask=used, other=0.0).to(tl.float32)
         for sub in tl.static_range(UNROLL):
             tile = step * UNROLL + sub
             kept = used[:, None] & (span >= 0)[None, :]
@@ -145,10 +145,12 @@ def product_kernel(
                     if MINIMA:
                         total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
                         if WORD:
-                            least = level_in(leasts, (sub * TILE + place * SPAN) // GROUP, WORD, SIGNED) * coarse_least
+                            low = (
+                                level_in(minimum_words, (sub * TILE + place * SPAN) // GROUP, WORD, SIGNED) * coarse_min
+                            )
                         else:
-                            least = level(minima, coarse_minima, group, used, SHARED)
-                        acc += total[:, None] * least[None, :]
+                            low = level(minima, coarse_minima, group, used, SHARED)
+                        acc += total[:, None] * low[None, :]
     if WHOLE:
         acc *= scale[None, :]
     if BIASED:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.recurrent_layers import L2_EPS
-from kvferry.kernels.triton.causal_conv import begins_chain, goes_on
+from kvferry.kernels.triton.causal_conv import begins_chain, continues_chain
 from kvferry.kernels.triton.device_features import precision_of
 from kvferry.kernels.triton.tile_sizes import power_of_two
 
@@ -135,7 +135,7 @@ def chunks_kernel(
         last = tl.load(after + seq)
         there = (rows < tl.where(last >= 0, K, 0))[:, None] & (columns < V)[None, :]
         tl.store(states + last * stride_states + place, state, mask=there)
-        more = goes_on(before, after, seq, seqs)
+        more = continues_chain(before, after, seq, seqs)
         seq += 1
 
 

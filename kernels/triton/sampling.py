@@ -166,24 +166,24 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
         held = tl.cdiv(tl.maximum(vocab - lane, 0), TILE)
         depth = tl.cdiv(vocab, TILE)
         bottom = tl.where(log_min_p > float("-inf"), best + log_min_p, float("-inf"))
-        least = order(bottom).to(tl.int64)
+        lower_bound = order(bottom).to(tl.int64)
         cut = (top_k < vocab) | (top_p < 1.0)
         noted = tl.where(cut, vocab, 0)
         if cut:
-            there = (lane < vocab) & (order(peak) >= least.to(tl.int32))
+            there = (lane < vocab) & (order(peak) >= lower_bound.to(tl.int32))
             total = best * 0.0
             if top_k < vocab:
                 enough = search_lanes(peak, there, best, top_k.to(tl.float32), False)
             else:
-                total = mass_of(logits, lane, held, depth, least.to(tl.int32), best, TILE)
+                total = mass_of(logits, lane, held, depth, lower_bound.to(tl.int32), best, TILE)
                 enough = search_lanes(peak, there, best, top_p * total * _MARGIN, True)
-            least = tl.maximum(least, enough)
+            lower_bound = tl.maximum(lower_bound, enough)
             # Values that are not below move to the front of their lane, beside the number of their tile.
             moved = tl.zeros([TILE], dtype=tl.int32)
             for tile in range(depth):
                 at = tile * TILE + lane
                 value = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
-                kept = (at < vocab) & (order(value) >= least.to(tl.int32)) & (value > float("-inf"))
+                kept = (at < vocab) & (order(value) >= lower_bound.to(tl.int32)) & (value > float("-inf"))
                 tl.store(logits + moved * TILE + lane, value, mask=kept)
                 tl.store(tiles + moved * TILE + lane, (tl.zeros_like(lane) + tile).to(tl.uint8), mask=kept)
                 moved += kept.to(tl.int32)
@@ -191,12 +191,12 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
             tl.debug_barrier()
             if top_k < vocab:
                 kth = search(logits, lane, held, depth, _LOWEST, best, top_k.to(tl.float32), False, TILE)
-                least = tl.maximum(least, kth)
-                total = mass_of(logits, lane, held, depth, least.to(tl.int32), best, TILE)
+                lower_bound = tl.maximum(lower_bound, kth)
+                total = mass_of(logits, lane, held, depth, lower_bound.to(tl.int32), best, TILE)
             if top_p < 1.0:
                 wanted = top_p * total
-                lowest = search(logits, lane, held, depth, least.to(tl.int32), best, wanted, True, TILE)
-                least = tl.maximum(least, tl.minimum(lowest, order(best).to(tl.int64)))
+                lowest = search(logits, lane, held, depth, lower_bound.to(tl.int32), best, wanted, True, TILE)
+                lower_bound = tl.maximum(lower_bound, tl.minimum(lowest, order(best).to(tl.int64)))
         most = tl.full([TILE], float("-inf"), dtype=tl.float32)
         winner = tl.zeros([TILE], dtype=tl.int32) + vocab
         for place in range(depth):
@@ -205,7 +205,7 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
             value = tl.load(logits + at, mask=live, other=float("-inf"))
             tile = tl.load(tiles + at, mask=live & (at < noted), other=0).to(tl.int32)
             token = tl.where(at < noted, tile * TILE + lane, at)
-            kept = live & (order(value) >= least.to(tl.int32)) & (value > float("-inf"))
+            kept = live & (order(value) >= lower_bound.to(tl.int32)) & (value > float("-inf"))
             noisy = tl.where(kept, value + gumbel(token, low, high), float("-inf"))
             winner = tl.where(noisy > most, token, winner)
             most = tl.maximum(most, noisy)

@@ -41,9 +41,9 @@ class Tile:
     stages: int
 
 
-def power_of_two(n: int, least: int = 1) -> int:
-    """Return the smallest power of two not below n and `least` (itself a power of two)."""
-    return max(least, 1 << max(0, n - 1).bit_length())
+def power_of_two(n: int, minimum: int = 1) -> int:
+    """Return the smallest power of two not below n and `minimum` (itself a power of two)."""
+    return max(minimum, 1 << max(0, n - 1).bit_length())
 
 
 def product_splits(programs: int, keys: int, processors: int) -> int:
@@ -52,8 +52,8 @@ def product_splits(programs: int, keys: int, processors: int) -> int:
     Enough that `programs` tiles of outputs fill the device's `processors`, while each part keeps MIN_TILES_PER_SPLIT of
     the `keys` tiles of inputs."""
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
-    most = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
-    return 1 << (most.bit_length() - 1)
+    limit = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
+    return 1 << (limit.bit_length() - 1)
 
 
 def spare_parts(heads: int, processors: int, each: int = DECODE_PARTS) -> int:
@@ -80,8 +80,8 @@ def amd_tile(tile: Tile, element_bytes: int) -> Tile:
 
     There Triton keeps data that it reads ahead in registers, which do not overflow with two stages, AMD_KEYS and four
     warps of 64 threads. Where the fewest keys of float32 take more than AMD_BYTES, nothing is read ahead."""
-    most = AMD_BYTES // (2 * tile.dim * element_bytes)
-    keys, stages = min(tile.keys, AMD_KEYS, max(16, most)), 2 if most >= 16 else 1
+    limit = AMD_BYTES // (2 * tile.dim * element_bytes)
+    keys, stages = min(tile.keys, AMD_KEYS, max(16, limit)), 2 if limit >= 16 else 1
     return replace(tile, keys=keys, warps=4, stages=stages)
 
 
@@ -106,8 +106,8 @@ def prefill_tile(rows: int, head_dim: int, element_bytes: int, *, coded: bool = 
     dim = power_of_two(head_dim, 16)
     if element_bytes == 4:
         return _float32_tile(min(32, power_of_two(rows, 16)), dim)
-    most = (TALLEST_ROWS if tall and not coded else 128) if dim <= 128 else 128 if dim <= 256 else 64
-    size = min(most, power_of_two(rows, 16))
+    limit = (TALLEST_ROWS if tall and not coded else 128) if dim <= 128 else 128 if dim <= 256 else 64
+    size = min(limit, power_of_two(rows, 16))
     keys, stages = (128, 3) if coded and dim <= 128 else (64, AHEAD) if dim <= 128 else (32, 3 if dim <= 256 else 2)
     return Tile(size, keys, dim, warps=8 if size >= 128 else 4, stages=stages)
 

@@ -25,7 +25,7 @@ from kvferry.protocol.stream_messages import Seen
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.router.nodes.message_validation import check_answer, check_frame, refusal_of
 from kvferry.runtime.cluster_secret import HEADER
-from kvferry.runtime.http_connection import Connection, Told
+from kvferry.runtime.http_connection import Callback, Connection
 from kvferry.runtime.tls import PLAIN, WorkerTls
 
 MAX_IDLE = 64
@@ -126,7 +126,7 @@ class NodeClient:
         await self.call(node, f"POST /streams/{self.router_id}/seen", pack(Seen(number)), self._answer_s, None, None)
 
     async def call(
-        self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Told, deliver: Told
+        self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Callback, deliver: Callback
     ) -> None:
         """Call a node; `what` is the method and path."""
         method, _, path = what.partition(" ")

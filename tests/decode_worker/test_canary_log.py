@@ -63,12 +63,12 @@ async def test_routers_hear_of_ships_that_are_not_what_the_node_computes(router:
     await until(lambda: router.deviations)
     epoch = router.prefill.loaded.lease().epoch
     assert router.deviations == [Deviation("a", ("p1", epoch))]
-    assert canary.looks["differed"]._value.get() == 1
+    assert canary.checks["differed"]._value.get() == 1
     assert canary.deviations.labels("decode", "p1")._value.get() == 1
     assert canary.largest._value.get() > 0.01
     router.prefill.engine.runner.model.right = True  # type: ignore[attr-defined]
     await complete(router, "b", 2)
-    await until(lambda: canary.looks["agreed"]._value.get() == 1)
+    await until(lambda: canary.checks["agreed"]._value.get() == 1)
     await router.prefill.settle()
     await router.decode.settle()
     assert len(router.deviations) == 1

@@ -148,8 +148,8 @@ def test_a_prompt_is_caught_up_in_chunks_beside_other_streams() -> None:
         engine.step()
     engine.add(make_job("long", prompt(90, 1), 60))
     finish(engine)
-    assert max(model.rows) <= 8 + 2 * draft_model.FEW
-    assert sum(rows > 2 * draft_model.FEW for rows in model.rows) >= 90 // 8
+    assert max(model.rows) <= 8 + 2 * draft_model.MAX_CATCH_UP
+    assert sum(rows > 2 * draft_model.MAX_CATCH_UP for rows in model.rows) >= 90 // 8
     assert tokens_of(engine, "long") == expected(prompt(90, 1), 60)
     assert tokens_of(engine, "short") == expected(prompt(3), 200)
     assert left_nothing(engine)

@@ -53,7 +53,7 @@ def test_those_that_never_return_count_from_the_beginning() -> None:
 
 
 def test_a_class_that_saw_little_follows_the_wider_one_and_then_itself() -> None:
-    classes = ReturnClasses(most=3)
+    classes = ReturnClasses(max_classes=3)
     learn(classes.find("a", "paused", 1), [10.0] * 300)
     new = classes.find("b", "paused", 1)
     assert value(new, 5) == pytest.approx(value(classes.find("a", "paused", 1), 5), rel=0.3)
@@ -67,7 +67,7 @@ def test_a_class_that_saw_little_follows_the_wider_one_and_then_itself() -> None
 
 def test_what_never_returned_is_worth_less_at_any_age_than_what_returns_late() -> None:
     """Prompts that come once were worth more than answers whose clients go on after minutes."""
-    rng, classes = random.Random(1), ReturnClasses(most=9)
+    rng, classes = random.Random(1), ReturnClasses(max_classes=9)
     once, answers = classes.find("", "answered", 0), classes.find("", "answered", 3)
     learn(once, [None] * 60, until=90.0)
     learn(answers, [rng.expovariate(1 / 90) if rng.random() < 0.4 else None for _ in range(30)])
@@ -76,7 +76,7 @@ def test_what_never_returned_is_worth_less_at_any_age_than_what_returns_late() -
 
 
 def test_a_group_follows_its_class_and_then_itself() -> None:
-    classes = ReturnClasses(most=9)
+    classes = ReturnClasses(max_classes=9)
     learn(classes.find("a", "tool", 0, 1), [2.0] * 100)
     new = classes.find("a", "tool", 0, 2)
     assert value(new, 1) == pytest.approx(value(classes.find("a", "tool", 0), 1), rel=0.3)

@@ -20,7 +20,7 @@ KINDS = {
     "one group": Routing(3, groups=4, kept=1),
     "sigmoid": Routing(4, renormalised=True, sigmoid=True, groups=3, kept=2, judged=2, factor=2.5),
     "sigmoid, any group": Routing(4, sigmoid=True),
-    "a least sum": Routing(3, renormalised=True, least=0.9),
+    "a least sum": Routing(3, renormalised=True, min_sum=0.9),
 }
 
 
@@ -34,7 +34,7 @@ def by_hand(logits: list[float], correction: list[float], routing: Routing) -> d
     groups.sort(key=lambda group: -sum(sorted((compared[e] for e in group), reverse=True)[: routing.judged]))
     allowed = [expert for group in groups[: routing.kept] for expert in group]
     chosen = sorted(allowed, key=lambda expert: -compared[expert])[: routing.chosen]
-    whole = max(sum(scores[expert] for expert in chosen), routing.least) if routing.renormalised else 1.0
+    whole = max(sum(scores[expert] for expert in chosen), routing.min_sum) if routing.renormalised else 1.0
     return {expert: scores[expert] / whole * routing.factor for expert in chosen}
 
 

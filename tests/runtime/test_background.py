@@ -42,7 +42,7 @@ async def test_a_failure_is_in_the_log_at_once_and_raised_at_the_end(caplog: pyt
 
 async def test_a_task_that_misses_a_cancellation_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router did not end: its poll of Redis was cancelled in the moment in which a write completed."""
-    monkeypatch.setattr(runtime_background, "AGAIN_S", 0.01)
+    monkeypatch.setattr(runtime_background, "RETRY_S", 0.01)
     missed: list[str] = []
 
     async def run() -> None:

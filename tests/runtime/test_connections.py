@@ -378,7 +378,7 @@ async def test_a_reader_that_takes_nothing_is_let_go() -> None:
 
 
 async def test_a_reader_that_takes_too_little_is_let_go_and_a_slow_one_is_not() -> None:
-    async with serving(reader_s=0.3, least_rate=200_000) as served:
+    async with serving(reader_s=0.3, min_rate=200_000) as served:
         taking = await served.connect(FLOOD)
         taking.reader._transport.pause_reading()  # type: ignore[attr-defined]
 
@@ -422,7 +422,7 @@ async def test_what_nobody_takes_is_little() -> None:
 
 
 async def test_a_body_below_the_least_rate_is_refused_and_one_above_it_is_read() -> None:
-    async with serving(body_s=0.3, least_rate=30) as served:
+    async with serving(body_s=0.3, min_rate=30) as served:
         slow, quick = await served.connect(HEAD), await served.connect(HEAD)
         for _ in range(10):
             slow.writer.write(b"0")

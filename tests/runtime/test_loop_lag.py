@@ -14,7 +14,7 @@ from kvferry.runtime.loop_lag import PERIOD_S, LoopLag, watched
 def total(metrics: LoopMetrics) -> tuple[float, float, float]:
     """Looks, the lag of all, and what was spent without a core."""
     values = {sample.name: sample.value for sample in next(iter(metrics.lag.collect())).samples}
-    held = next(s.value for s in next(iter(metrics.held_up.collect())).samples if s.name.endswith("_total"))
+    held = next(s.value for s in next(iter(metrics.core_wait.collect())).samples if s.name.endswith("_total"))
     return values["kvferry_event_loop_lag_seconds_count"], values["kvferry_event_loop_lag_seconds_sum"], held
 
 
@@ -24,7 +24,7 @@ async def test_lateness_is_told_apart_from_waiting_for_a_core() -> None:
     lag = LoopLag(metrics, lambda: held[0], lambda: now[0])
     lag.start()
     now[0], held[0] = now[0] + PERIOD_S + 0.4, 7.3
-    lag.look()
+    lag.sample()
     lag.stop()
     count, late_s, without_s = total(metrics)
     assert count == 1

@@ -150,7 +150,7 @@ async def test_work_ends_without_a_watching_task_when_the_client_leaves(early: b
     async with asyncio.timeout(5):
         with pytest.raises(Cancelled):
             await until_disconnect(cast(Any, cycle.receive), work())
-    assert cycle.when_gone is None
+    assert cycle.on_disconnect is None
 
 
 async def test_work_that_ends_is_watched_no_more() -> None:

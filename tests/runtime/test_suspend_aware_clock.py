@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, held_up_s, own_held_up_s
+from kvferry.runtime.suspend_aware_clock import LoopClock, SuspendAwareClock, core_wait_s, own_core_wait_s
 
 
 def test_a_pause_between_two_ticks_hardly_counts() -> None:
@@ -44,17 +44,17 @@ async def test_a_loop_that_stands_still_does_not_age() -> None:
 
 def test_a_thread_that_has_no_core_is_held_up() -> None:
     """Beside twice as many processes as there are cores."""
-    assert held_up_s(None) == 0.0
+    assert core_wait_s(None) == 0.0
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("the system does not tell")
     code = "while True: pass"
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        with own_held_up_s() as own:
-            before, until = held_up_s(threading.get_native_id()), time.monotonic() + 1.0
+        with own_core_wait_s() as own:
+            before, until = core_wait_s(threading.get_native_id()), time.monotonic() + 1.0
             while time.monotonic() < until:
                 pass
-            assert held_up_s(threading.get_native_id()) > before
+            assert core_wait_s(threading.get_native_id()) > before
             assert own() > before
     finally:
         for other in others:
