@@ -20,14 +20,14 @@ async def read_encode(request: Request) -> EncodeRequest:
     found = list(FrameReader().feed(bytes(await read_body(request, MAX_FRAME_BYTES))))
     if not found or not isinstance(found[0], EncodeRequest):
         raise InvalidRequest("the body must be an EncodeRequest", param="body")
-    asked = replace(found[0], media=joined(found[0].media, found[1:]))
-    if len(asked.root) != HASH_BYTES:
-        raise InvalidRequest(f"root must have {HASH_BYTES} bytes, got {len(asked.root)}", param="root")
-    if not 1 <= len(asked.media) <= MAX_ITEMS:
-        raise InvalidRequest(f"media must be 1 to {MAX_ITEMS}, got {len(asked.media)}", param="media")
-    if not 0 <= asked.deadline_s < float("inf"):
-        raise InvalidRequest(f"deadline_s must be finite and at least 0, got {asked.deadline_s}", param="deadline_s")
-    for place, item in enumerate(asked.media):
+    message = replace(found[0], media=joined(found[0].media, found[1:]))
+    if len(message.root) != HASH_BYTES:
+        raise InvalidRequest(f"root must have {HASH_BYTES} bytes, got {len(message.root)}", param="root")
+    if not 1 <= len(message.media) <= MAX_ITEMS:
+        raise InvalidRequest(f"media must be 1 to {MAX_ITEMS}, got {len(message.media)}", param="media")
+    if not 0 <= message.deadline_s < float("inf"):
+        raise InvalidRequest(f"deadline_s must be finite and at least 0, got {message.deadline_s}", param="deadline_s")
+    for place, item in enumerate(message.media):
         if item.modality not in MODALITIES or not item.hash or item.length < 1:
             raise InvalidRequest(f"media[{place}] must have a modality, a hash and a length", param=f"media[{place}]")
-    return asked
+    return message

@@ -18,7 +18,7 @@ TRIALS = 4
 A step thus waits for a slow mask, some milliseconds at most, once per TRIALS masks."""
 TRIALS_IF_SLOW = 256
 """Masks of a request that grammar threads make after a slow one."""
-BANNED_BIAS = -100.0
+BAN = -100.0
 """A logit_bias that bans its token."""
 
 
@@ -60,11 +60,7 @@ class GrammarMask:
 
     def __post_init__(self) -> None:
         params = self.params
-        bans = (
-            params.bad_words
-            or params.allowed_token_ids is not None
-            or any(b <= BANNED_BIAS for _, b in params.logit_bias)
-        )
+        bans = params.bad_words or params.allowed_token_ids is not None or any(b <= BAN for _, b in params.logit_bias)
         self._may_close = not (bans or params.ignore_eos)
 
     def may_close(self, place: int) -> bool:

@@ -113,7 +113,7 @@ class AgedChains:
             del self._groups[key]
 
     def age(self, now: float) -> None:
-        """Move chains that have reached the end of their age bin, AT_ONCE at most."""
+        """Move chains that have reached the end of their age bin, MAX_MOVES at most."""
         for _ in range(MAX_MOVES):
             if not self._timers or self._timers[0][0] > now:
                 return

@@ -85,7 +85,7 @@ class Replicas:
         self._pool.acquire(("ship", transfer), SHIP, chain, 0)
         return list(enumerate(chain))[first:]
 
-    def give(self, transfer: int, block_ids: Sequence[int]) -> None:
+    def hold_chain(self, transfer: int, block_ids: Sequence[int]) -> None:
         """Hold a chain that was just found here until `returned`, while it is sent to the node that asked for it."""
         self._transfer_holds[transfer] = list(block_ids)
         self._pool.acquire(("ship", transfer), SHIP, block_ids, 0)

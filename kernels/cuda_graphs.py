@@ -148,7 +148,7 @@ class GraphStep:
         return decodes and not self._failed and max(plan.total_lens) <= len(self._form.cos)
 
     def __call__(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, keep_going: Callable[[], bool] = always
     ) -> torch.Tensor:
         recorded = self._replay(token_ids, kv, plan)
         if recorded is None:

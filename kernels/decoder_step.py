@@ -37,7 +37,7 @@ class Halted(Exception):
 
 
 def always() -> bool:
-    """Return True: the pass is always wanted."""
+    """Return True: the pass always goes on."""
     return True
 
 
@@ -48,11 +48,11 @@ class Step(Protocol):
         """Return whether it runs batches like this one over the pool `kv` [block, layer, plane, kv_head, slot, dim]."""
 
     def __call__(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, keep_going: Callable[[], bool] = always
     ) -> torch.Tensor:
         """Return hidden states [T, hidden] after the final norm, valid until the next call; write K/V.
 
-        Equal to the layers run one by one through the backend's operations. Raises Halted if `wanted` returns False
+        Equal to the layers run one by one through the backend's operations. Raises Halted if `keep_going` returns False
         between two layers of a batch of prompts alone."""
 
     def logits(self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan) -> NextLogits:

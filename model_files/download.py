@@ -71,8 +71,8 @@ def _is_full(error: BaseException | None) -> bool:
 def _no_room(repo: str) -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    home = next(path for path in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if path.exists())
-    left = shutil.disk_usage(home).free / 1e6
+    existing = next(path for path in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if path.exists())
+    left = shutil.disk_usage(existing).free / 1e6
     return (
         f"{repo} does not fit into {HF_HUB_CACHE}, where {left:.0f} MB are free; mount a larger volume there, or "
         "set HF_HOME"

@@ -96,13 +96,11 @@ def read_facts(source: ModelSource) -> ModelFacts:
             param="model",
         )
     if facts.max_model_len == 1 or facts.max_model_len < 0:
-        message = (
-            f"{source.name} has a context of {facts.max_model_len} tokens; at least 2 are needed, prompt and answer"
-        )
-        raise ConfigError(message, param="model")
+        text = f"{source.name} has a context of {facts.max_model_len} tokens; at least 2 are needed, prompt and answer"
+        raise ConfigError(text, param="model")
     if facts.max_model_len > MAX_CONTEXT:
-        message = f"{source.name} has a context of {facts.max_model_len} tokens; the limit is {MAX_CONTEXT}"
-        raise ConfigError(message, param="model")
+        text = f"{source.name} has a context of {facts.max_model_len} tokens; the limit is {MAX_CONTEXT}"
+        raise ConfigError(text, param="model")
     return facts
 
 

@@ -42,7 +42,7 @@ class PrefixSupplier:
             with self._lock:  # the grant may come before `offer` returns
                 transfer = self._sender.offer(fetch.asker, supply, self, peer)
                 self._supplies[transfer] = list(enumerate(here))
-            engine.copies.give(transfer, here)
+            engine.copies.hold_chain(transfer, here)
 
     def _quiet(self, engine: Engine, transfer: int) -> None:
         engine.copies.returned(transfer)

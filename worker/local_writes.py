@@ -74,7 +74,7 @@ class LocalWrites(TierWriter):
             counters["lost"].inc(len(part) - written)
             self._base.engine.submit(lambda engine: self._returned(engine, transfer, len(chain)))
 
-        engine.copies.give(transfer, [block_id for _, block_id in chain])
+        engine.copies.hold_chain(transfer, [block_id for _, block_id in chain])
         if not self._tier.write([each for each, _ in part], parent, blocks, done):
             engine.copies.returned(transfer)
             return 0, new

@@ -48,7 +48,7 @@ class RemoteWrites(TierWriter):
             if not left:
                 engine.copies.returned(transfer)
 
-        engine.copies.give(transfer, [block_id for _, block_id in chain])
+        engine.copies.hold_chain(transfer, [block_id for _, block_id in chain])
         for group in groups:
             blocks = [self._base.tiers.block(block_id) for _, block_id in chain[group.start : group.end]]
             if not self._tier.write(group, blocks, lambda: self._base.engine.submit(copied), self._count):

@@ -54,12 +54,12 @@ class CpuStep:
         return fits and kv.dtype in _POOL_DTYPES and kv.shape[1:] == shape and kv.is_contiguous()
 
     def __call__(
-        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, wanted: Callable[[], bool] = always
+        self, token_ids: torch.Tensor, kv: torch.Tensor, plan: BatchPlan, keep_going: Callable[[], bool] = always
     ) -> torch.Tensor:
         self._bind(token_ids, kv, plan, self._hidden, torch.bfloat16)
         at_once = self._layers if plan.num_decodes else 1
         for layer in range(0, self._layers, at_once):
-            if layer and not wanted():
+            if layer and not keep_going():
                 residual = torch.empty_like(self._out)
                 self._native.residual(residual)
                 raise Halted(layer, residual)

@@ -145,9 +145,7 @@ def product_kernel(
                     if MINIMA:
                         total = tl.load(sums + row * (columns // UNIT) + start // UNIT, mask=there, other=0.0)
                         if WORD:
-                            low = (
-                                level_in(minimum_words, (sub * TILE + place * SPAN) // GROUP, WORD, SIGNED) * coarse_min
-                            )
+                            low = level_in(min_words, (sub * TILE + place * SPAN) // GROUP, WORD, SIGNED) * coarse_min
                         else:
                             low = level(minima, coarse_minima, group, used, SHARED)
                         acc += total[:, None] * low[None, :]

@@ -23,7 +23,7 @@ _MAX_TILES = 256
 _LOWEST = tl.constexpr(-(1 << 31))
 _NONE = tl.constexpr(-1)
 _MARGIN = tl.constexpr(1.0001)
-"""Factor by which the mass of the lanes' largest values must exceed the wanted one, for rounding in another order."""
+"""Factor by which the mass of the lanes' largest values must exceed the target, for rounding in another order."""
 _MIX0 = tl.constexpr(0x21F0AAAD)
 _MIX1 = tl.constexpr(0x735A2D97)
 COLUMNS = 7
@@ -47,19 +47,19 @@ def weight_of(value, best, MASS: tl.constexpr):
 
 
 @triton.jit
-def search_lanes(peak, live, best, wanted, MASS: tl.constexpr):
-    """Return the largest threshold above which the values [TILE] have the wanted weight, int64; _LOWEST if none has."""
+def search_lanes(peak, live, best, target, MASS: tl.constexpr):
+    """Return the largest threshold above which the values [TILE] have the target weight, int64; _LOWEST if none has."""
     rank, weight = order(peak), weight_of(peak, best, MASS)
     found = _LOWEST + tl.full([], 0, tl.int64)
     for bit in range(32):
         tried = found + (tl.full([], 1, tl.int64) << (31 - bit))
         sum = tl.sum(tl.where(live & (rank >= tried.to(tl.int32)), weight, 0.0), 0)
-        found = tl.where(sum >= wanted, tried, found)
+        found = tl.where(sum >= target, tried, found)
     return found
 
 
 @triton.jit
-def search(values, lane, held, depth, first, best, wanted, MASS: tl.constexpr, TILE: tl.constexpr):
+def search(values, lane, held, depth, first, best, target, MASS: tl.constexpr, TILE: tl.constexpr):
     """Search as `search_lanes` does, over all values of the lanes, two bits of the threshold a pass.
 
     A lane's values are values[lane], values[TILE + lane], .., as long as their order is not below `first`."""
@@ -81,9 +81,9 @@ def search(values, lane, held, depth, first, best, wanted, MASS: tl.constexpr, T
             sum_low += tl.where(rank >= low, weight, 0.0)
             sum_middle += tl.where(rank >= middle, weight, 0.0)
             sum_high += tl.where(rank >= high, weight, 0.0)
-        some = tl.sum(sum_low, 0) >= wanted
-        more = tl.sum(sum_middle, 0) >= wanted
-        most = tl.sum(sum_high, 0) >= wanted
+        some = tl.sum(sum_low, 0) >= target
+        more = tl.sum(sum_middle, 0) >= target
+        most = tl.sum(sum_high, 0) >= target
         found += step * (some.to(tl.int64) + more.to(tl.int64) + most.to(tl.int64))
     return found
 
@@ -194,8 +194,8 @@ def draw_kernel(logits, tiles, table, out, stride_row, vocab, count, TILE: tl.co
                 lower_bound = tl.maximum(lower_bound, kth)
                 total = mass_of(logits, lane, held, depth, lower_bound.to(tl.int32), best, TILE)
             if top_p < 1.0:
-                wanted = top_p * total
-                lowest = search(logits, lane, held, depth, lower_bound.to(tl.int32), best, wanted, True, TILE)
+                target = top_p * total
+                lowest = search(logits, lane, held, depth, lower_bound.to(tl.int32), best, target, True, TILE)
                 lower_bound = tl.maximum(lower_bound, tl.minimum(lowest, order(best).to(tl.int64)))
         most = tl.full([TILE], float("-inf"), dtype=tl.float32)
         winner = tl.zeros([TILE], dtype=tl.int32) + vocab

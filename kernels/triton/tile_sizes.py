@@ -51,8 +51,8 @@ def product_splits(programs: int, keys: int, processors: int) -> int:
 
     Enough that `programs` tiles of outputs fill the device's `processors`, while each part keeps MIN_TILES_PER_SPLIT of
     the `keys` tiles of inputs."""
-    wanted = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
-    limit = max(1, min(wanted, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
+    target = processors * PROGRAMS_PER_PROCESSOR // max(1, programs)
+    limit = max(1, min(target, keys // MIN_TILES_PER_SPLIT, MAX_SPLITS))
     return 1 << (limit.bit_length() - 1)
 
 

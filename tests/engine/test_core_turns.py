@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.engine.models.base import KeepGoing
-from kvferry.engine.runner import SHORT
+from kvferry.engine.runner import MAX_WHOLE_TOKENS
 from kvferry.engine.shared_cores.core_turns import MAX_WAIT_S, MIN_TURN_S, CoreTurns
 from kvferry.kernels.decoder_step import always
 from tests.toy import expected, make_engine, make_job, runner_of, tokens_of
@@ -120,11 +120,11 @@ def test_short_steps_and_those_with_streams_are_one_piece_and_newcomers_prompts_
 
     engine = make_engine(num_blocks=128, budget=128, beside=80)
     runner_of(engine)._core_turns = Noted(cores, TURN_S)
-    engine.add(make_job("long", [1] * (SHORT + 1), max_tokens=1))
+    engine.add(make_job("long", [1] * (MAX_WHOLE_TOKENS + 1), max_tokens=1))
     engine.step()
-    engine.add(make_job("short", [2] * SHORT, max_tokens=3))
+    engine.add(make_job("short", [2] * MAX_WHOLE_TOKENS, max_tokens=3))
     engine.step()
-    engine.add(make_job("beside", [3] * (SHORT + 9), max_tokens=1))
+    engine.add(make_job("beside", [3] * (MAX_WHOLE_TOKENS + 9), max_tokens=1))
     engine.step()
     engine.add(replace(make_job("newcomer", [4, 5, 6], max_tokens=3), newcomer=True))
     engine.step()

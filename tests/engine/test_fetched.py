@@ -36,7 +36,7 @@ def fetching(engine: Engine) -> Request:
 def fetch(source: Engine, target: Engine, request: Request) -> None:
     """What link and nodes do."""
     here = source.pool.match(request.reusable_hashes)
-    source.copies.give(1, here)
+    source.copies.hold_chain(1, here)
     first, block_ids = target.copies.reserve("g", request.reusable_hashes[: len(here)], len(here))
     for ours, theirs in zip(here[first:], block_ids, strict=True):
         runner_of(target).kv[theirs] = runner_of(source).kv[ours]
@@ -92,7 +92,7 @@ def test_what_is_given_is_held_until_it_was_sent() -> None:
     source = holding(8)
     request = Request(make_job("b", PROMPT), source._request(make_job("b", PROMPT)).root, 4)
     here = source.pool.match(request.hashes)
-    source.copies.give(1, here)
+    source.copies.hold_chain(1, here)
     source.add(make_job("other", PROMPT[::-1], 1))
     source.step()
     assert source.pool.match(request.hashes) == here

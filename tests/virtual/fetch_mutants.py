@@ -14,12 +14,12 @@ from tests.virtual.mistake import Mutant, mutant
 def given_blocks_are_not_held() -> Mutant:
     """What a node gives is taken anew while it is being sent."""
 
-    def give(copies: Replicas, transfer: int, block_ids: Any) -> None:
+    def hold_chain(copies: Replicas, transfer: int, block_ids: Any) -> None:
         real(copies, transfer, block_ids)
         copies.returned(transfer)
 
-    real = Replicas.give
-    return patch.object(Replicas, "give", give)
+    real = Replicas.hold_chain
+    return patch.object(Replicas, "hold_chain", hold_chain)
 
 
 @mutant("copies landing|held blocks")

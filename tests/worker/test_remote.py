@@ -127,13 +127,13 @@ async def test_routers_are_told_what_is_there_whoever_wrote_it(tmp_path: Path, m
 
 async def test_a_chain_is_lent_once_for_all_its_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    really = Replicas.give
+    really = Replicas.hold_chain
 
-    def give(self: Replicas, transfer: int, block_ids: list[int]) -> None:
+    def hold_chain(self: Replicas, transfer: int, block_ids: list[int]) -> None:
         given.append(len(block_ids))
         really(self, transfer, block_ids)
 
-    monkeypatch.setattr(Replicas, "give", give)
+    monkeypatch.setattr(Replicas, "hold_chain", hold_chain)
     await left_there(tmp_path)
     assert given == [2 * GROUP]
 
