@@ -18,8 +18,10 @@ from kvferry.engine.transfer_holds import TransferHolds
 
 EVERY_S = 10.0
 """Least time from the end of a pass to the next, in seconds."""
-TURN_S, PAUSE_S = 0.0008, 0.01
-"""Length of a turn, after which it begins no further piece (a command waits less than 1 ms), and the pause after it."""
+TURN_S = 0.0008
+"""Time after which a turn begins no further piece, in seconds, so that a command waits less than 1 ms."""
+PAUSE_S = 0.01
+"""Pause after a turn, in seconds."""
 
 
 class AuditSchedule:
@@ -45,7 +47,7 @@ class AuditSchedule:
         return max(PAUSE_S, self._ended + EVERY_S - time.monotonic()) if self._dirty else None
 
     def turn(self) -> None:
-        """Continue for TURN_S if it is time to. Raises AssertionError naming the inconsistency, which ends the pass."""
+        """Continue for TURN_S if a turn is due. Raises AssertionError naming the inconsistency, which ends the pass."""
         began = time.monotonic()
         if self._pass is None:
             if not self._dirty or began < self._ended + EVERY_S:

@@ -60,15 +60,15 @@ class DraftState:
 class DraftModel:
     """Draft model of one engine, on the engine's thread.
 
-    chunk: limit of tokens to catch up in a step. vocab_size: number of ids that streams can have. shift: grants its
-    turns to compute (its runner has no turns of its own). cost: seconds of its decode steps. token_s: seconds per token
-    of a chunk. waited_s: seconds it waited for the cores in the last `draft`."""
+    chunk: limit of tokens to catch up in a step. vocab_size: number of ids that streams can have. core_turns: its turns
+    to compute (its runner has no turns of its own). cost: seconds of its decode steps. token_s: seconds per token of
+    a chunk. waited_s: seconds it waited for the cores in the last `draft`."""
 
-    def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, shift: CoreTurns) -> None:
+    def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, core_turns: CoreTurns) -> None:
         self.cost = StepCost()
         self.token_s = self.waited_s = 0.0
         self.runner, self.pool = runner, pool
-        self._chunk, self._core_turns = chunk, shift
+        self._chunk, self._core_turns = chunk, core_turns
         info = runner.model.info
         self._longest, self._ids, self._vocab = info.max_model_len, info.vocab_size, min(info.vocab_size, vocab_size)
         self._shadows: dict[Key, DraftState] = {}

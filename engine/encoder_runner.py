@@ -33,7 +33,7 @@ class EncoderRunner:
         self.masks = GrammarMasks.none("an encoder does not generate")
         self._pooler = pooler
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Do nothing: it has the cores for as long as it computes."""
 
     def copy_block(self, source: int, target: int) -> None:

@@ -32,9 +32,10 @@ SLOW_S = 0.002
 """A request whose last mask took longer on its thread is not waited for, in seconds."""
 SELF_MADE_S = 0.01
 """CPU time that a step spends on masks it makes itself, or on the first of them that is slow, in seconds."""
-LONGEST_MASK_S = 1.0
-LONGEST_MASKS_S = 20.0
-"""Limits of CPU time for one mask and for all masks of a request, in seconds."""
+MAX_MASK_S = 1.0
+"""Limit of CPU time for one mask, in seconds."""
+MAX_MASKS_S = 20.0
+"""Limit of CPU time for all masks of a request, in seconds."""
 
 
 class GrammarMasks:
@@ -186,10 +187,10 @@ class GrammarMasks:
         mask.slow = seconds > SLOW_S and not compiled
         mask.trials = TRIALS_IF_SLOW if mask.slow else max(0, mask.trials - 1)
         mask.spent_s += seconds
-        if mask.error is None and not compiled and (seconds > LONGEST_MASK_S or mask.spent_s > LONGEST_MASKS_S):
+        if mask.error is None and not compiled and (seconds > MAX_MASK_S or mask.spent_s > MAX_MASKS_S):
             mask.error = GrammarFailed(
                 f"the grammar is too slow: its last mask took {seconds:.1f} s, all of them {mask.spent_s:.1f} s; the "
-                f"limits are {LONGEST_MASK_S:.0f} s and {LONGEST_MASKS_S:.0f} s"
+                f"limits are {MAX_MASK_S:.0f} s and {MAX_MASKS_S:.0f} s"
             )
 
 

@@ -89,7 +89,7 @@ class EngineLoop:
 
         May be called from any thread."""
         if urgent:
-            self._engine.runner.hurry()
+            self._engine.runner.mark_urgent()
         with self._wake:
             self._inbox.append(call)
             self._wake.notify()

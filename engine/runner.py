@@ -47,7 +47,7 @@ class StepRunner(Protocol):
     def waited_s(self) -> float:
         """Return seconds of the last run in which other processes had the cores."""
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Announce urgent work that follows soon. Thread-safe."""
 
     def copy_block(self, source: int, target: int) -> None:
@@ -68,8 +68,8 @@ class Runner:
 
     `kv` is [block, layer, plane, kv_head, slot, dim]. Grammar masks are made while the model computes.
 
-    pooler: reads vectors from prompts; shift: turns on shared cores; states: recurrent states, None for a model without
-    recurrent layers; beside: the device runs asynchronously to the host, in submission order."""
+    pooler: reads vectors from prompts; core_turns: turns on shared cores; states: recurrent states, None for a model
+    without recurrent layers; beside: the device runs asynchronously to the host, in submission order."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Runner:
         block_size: int,
         masks: GrammarMasks | None = None,
         pooler: Pooler | None = None,
-        shift: CoreTurns | None = None,
+        core_turns: CoreTurns | None = None,
         states: StateMemory | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.states = states
         self.masks = masks or GrammarMasks.none("this node does not support grammars")
-        self._pooler, self._core_turns = pooler or Pooler(), shift or CoreTurns()
+        self._pooler, self._core_turns = pooler or Pooler(), core_turns or CoreTurns()
         inputs = torch.device("cpu") if model.fed_by_host else model.device
         self.beside = inputs.type == "cuda"
         self._block_size = block_size
@@ -99,9 +99,9 @@ class Runner:
         """Seconds that the last step waited for shared cores."""
         return self._core_turns.waited_s
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Announce urgent work that follows soon. Thread-safe."""
-        self._core_turns.hurry()
+        self._core_turns.mark_urgent()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:

@@ -11,7 +11,9 @@ NOISE = 1 / 3
 
 Steps of equal rows differ by about a tenth of their time, and the assumption is wrong by some three tenths."""
 NEAR, FADE = 1 / 8, 0.001
-"""Steps with a number of rows within NEAR of the mean do not show a row's cost; the learned cost fades by FADE then."""
+"""NEAR: deviation from the mean number of rows, as a share of it, below which a step does not show a row's cost.
+
+FADE: share by which the learned cost then fades."""
 OUTLIER, MAX_OUTLIERS = 4.0, 8
 """A step that takes OUTLIER times its predicted time is counted at the prediction, for MAX_OUTLIERS steps.
 

@@ -36,13 +36,7 @@ class TokenHistograms(Collector):
     """Histogram metric with labels: a Prometheus collector of TokenHistogram children."""
 
     def __init__(
-        self,
-        name: str,
-        text: str,
-        labels: Sequence[str],
-        *,
-        registry: CollectorRegistry,
-        buckets: Sequence[float],
+        self, name: str, text: str, labels: Sequence[str], *, registry: CollectorRegistry, buckets: Sequence[float]
     ) -> None:
         self._described, self._bounds = (name, text, labels), tuple(map(float, buckets))
         self._named: dict[tuple[str, ...], TokenHistogram] = {}

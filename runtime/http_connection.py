@@ -16,6 +16,7 @@ KEEPALIVE_S = 2.0
 
 It is below uvicorn's limit of 5 s, so that no call uses a connection while the server closes it."""
 MAX_REFUSAL_BYTES = MAX_HEAD_BYTES = 65_536
+"""Maximum sizes of a refusal's body and of a response's head, in bytes."""
 
 Callback = Callable[..., None] | None
 """Optional callback."""

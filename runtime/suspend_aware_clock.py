@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TICK_S = 0.25
+"""Interval of a clock's ticks, in seconds."""
 
 
 def core_wait_s(native_id: int | None) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FLUSH_MS = 1000
+"""Time limit for exporting the last spans, in milliseconds."""
 _UNNAMED = "unknown_service"
 """Prefix of the SDK's default service name."""
 

@@ -17,7 +17,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+"""Interval between checks of a file, in seconds."""
 MAX_BYTES = 16 * 2**20
+"""Maximum size of a file, in bytes."""
 
 Stamp = tuple[int, int, int]
 """State of a file: inode, size in bytes, modification time in nanoseconds."""

@@ -56,7 +56,7 @@ class NoSteps:
         self.model: Computing = model
         self.masks = GrammarMasks.none("an encode node does not generate")
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Do nothing: there are no steps."""
 
     def copy_block(self, source: int, target: int) -> None:

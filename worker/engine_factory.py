@@ -110,12 +110,12 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=settings.enable_prefix_caching)
     pooler = Pooler(load_dense(source, task.dense, device))
     masks = make_masks(source, model.info.vocab_size)
-    shift = CoreTurns(CoreLock(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
+    core_turns = CoreTurns(CoreLock(settings.cores_fd), settings.itl_target_ms / 1000) if shares else None
     states = make_states(model.info, state_rows, kv, device)
-    runner = Runner(model, kv, settings.block_size, masks, pooler, shift, states)
+    runner = Runner(model, kv, settings.block_size, masks, pooler, core_turns, states)
     draft = make_draft(
         small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,
-        chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, shift=shift,
+        chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, core_turns=core_turns,
     )  # fmt: skip
     encoding = (media.encoder, media.embeddings) if media is not None else (None, None)
     engine = Engine(config, runner, pool, draft, *encoding)

@@ -21,6 +21,7 @@ _SHARED, _ROBUST, _MONOTONIC = 1, 1, 1
 _MUTEX_BYTES, _ATTRIBUTE_BYTES = 128, 64
 """Upper bounds of the sizes of pthread_mutex_t and pthread_mutexattr_t."""
 _URGENT_NS = 250_000_000
+"""Time for which urgent work stays announced, in nanoseconds."""
 
 
 class _Timespec(ctypes.Structure):
@@ -50,8 +51,8 @@ class CoreLock:
         self._next, self._held = _mutexes(memory)
         self._urgent_ns = c_longlong.from_buffer(memory, 2 * _MUTEX_BYTES)
 
-    def take(self, within_s: float) -> bool:
-        """Wait for the cores, at most `within_s` seconds; return whether they are taken, which `leave` must end."""
+    def acquire(self, within_s: float) -> bool:
+        """Wait for the cores, at most `within_s` seconds; return whether they are taken, which `release` must end."""
         end = time.monotonic() + within_s
         if not _lock(self._next, end):
             return False
@@ -60,7 +61,7 @@ class CoreLock:
         finally:
             _LIBC.pthread_mutex_unlock(self._next)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the cores."""
         _LIBC.pthread_mutex_unlock(self._held)
 
@@ -71,17 +72,17 @@ class CoreLock:
         _LIBC.pthread_mutex_unlock(self._next)
         return False
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Ask the holder not to keep the cores for a whole turn.
 
         The request expires soon. Thread-safe."""
         self._urgent_ns.value = time.monotonic_ns() + _URGENT_NS
 
-    def calm(self) -> None:
+    def clear_urgent(self) -> None:
         """Clear the mark of urgent work, which now has the cores."""
         self._urgent_ns.value = 0
 
-    def hurried(self) -> bool:
+    def is_urgent(self) -> bool:
         """Return whether another process waits for the cores with urgent work."""
         return time.monotonic_ns() < self._urgent_ns.value and self.contended()
 

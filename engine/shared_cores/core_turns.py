@@ -18,22 +18,22 @@ MIN_TURN_S = 0.005
 class SharedCores(Protocol):
     """Lock on shared cores: see `engine.shared_cores.core_lock`."""
 
-    def take(self, within_s: float) -> bool:
+    def acquire(self, within_s: float) -> bool:
         """Take the cores; return False if they were not free in time."""
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the cores."""
 
     def contended(self) -> bool:
         """Return whether another process waits for the cores."""
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Mark this process's waiting work as urgent."""
 
-    def calm(self) -> None:
+    def clear_urgent(self) -> None:
         """Clear the urgent mark."""
 
-    def hurried(self) -> bool:
+    def is_urgent(self) -> bool:
         """Return whether another process's waiting work is urgent."""
 
 
@@ -49,13 +49,13 @@ class CoreTurns:
     ) -> None:
         self._cores, self._turn_s, self._clock = cores, turn_s, clock
         self._max_wait_s = MAX_WAIT_S
-        self._has = self._urgent = False
+        self._holds = self._urgent = False
         self._since = self._waited_s = self.waited_s = 0.0
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         """Announce urgent work of this engine, so that it gets the cores soon. Thread-safe."""
         if self._cores is not None:
-            self._cores.hurry()
+            self._cores.mark_urgent()
 
     @contextmanager
     def computing(self, keep_going: KeepGoing, *, whole: bool = False, urgent: bool = False) -> Iterator[KeepGoing]:
@@ -67,38 +67,40 @@ class CoreTurns:
             yield keep_going
             return
         self._urgent, self.waited_s = urgent, 0.0
-        self._take(self._cores)
+        self._acquire(self._cores)
         try:
-            yield keep_going if whole else lambda: self._hand_on() and keep_going()
+            yield keep_going if whole else lambda: self._yield_if_due() and keep_going()
         finally:
-            self._leave()
+            self._release()
 
-    def _hand_on(self) -> bool:
+    def _yield_if_due(self) -> bool:
         """Hand the cores to other processes if it is time to. Always return True."""
-        if self._cores and self._has and self._due(self._cores, self._clock() - self._since):
-            self._leave()
-            self._take(self._cores)
+        if self._cores and self._holds and self._should_yield(self._cores, self._clock() - self._since):
+            self._release()
+            self._acquire(self._cores)
         return True
 
-    def _due(self, cores: SharedCores, kept_s: float) -> bool:
-        if kept_s <= MIN_TURN_S:
+    def _should_yield(self, cores: SharedCores, held_s: float) -> bool:
+        if held_s <= MIN_TURN_S:
             return False
-        return (kept_s > self._turn_s - self._waited_s and cores.contended()) or (not self._urgent and cores.hurried())
+        return (held_s > self._turn_s - self._waited_s and cores.contended()) or (
+            not self._urgent and cores.is_urgent()
+        )
 
-    def _take(self, cores: SharedCores) -> None:
+    def _acquire(self, cores: SharedCores) -> None:
         """Take the cores; after a wait that timed out, do not wait again until they were free once."""
         began = self._clock()
         if self._urgent:
-            cores.hurry()
-        self._has = cores.take(self._max_wait_s)
-        self._max_wait_s = MAX_WAIT_S if self._has else 0.0
+            cores.mark_urgent()
+        self._holds = cores.acquire(self._max_wait_s)
+        self._max_wait_s = MAX_WAIT_S if self._holds else 0.0
         if self._urgent:
-            cores.calm()
+            cores.clear_urgent()
         self._since = self._clock()
         self._waited_s = self._since - began
         self.waited_s += self._waited_s
 
-    def _leave(self) -> None:
-        if self._cores and self._has:
-            self._has = False
-            self._cores.leave()
+    def _release(self) -> None:
+        if self._cores and self._holds:
+            self._holds = False
+            self._cores.release()

@@ -25,6 +25,7 @@ MAX_COMPRESSION, MIN_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6
 FORGETS_ABOVE = 0.5
 """Temperature above which a window's text is not used as the next one's prompt."""
 FRAMES_PER_S = 100
+"""Spectrogram frames per second of audio."""
 MIN_REST_FRAMES = 10
 """Fewest frames after the last complete segment that are transcribed: fewer hold no word, but the model writes one."""
 

@@ -27,12 +27,12 @@ cores = CoreLock(int(sys.argv[1]))
 for line in sys.stdin:
     word, *seconds = line.split()
     if word == "take":
-        print("taken" if cores.take(float(seconds[0])) else "not taken", flush=True)
+        print("taken" if cores.acquire(float(seconds[0])) else "not taken", flush=True)
     elif word == "hurry":
-        cores.hurry()
+        cores.mark_urgent()
         print("told", flush=True)
     elif word == "leave":
-        cores.leave()
+        cores.release()
         print("left", flush=True)
 """
 
@@ -89,41 +89,41 @@ def other(descriptor: int) -> Iterator[Process]:
 
 def test_one_has_them_at_a_time(own: CoreLock, other: Process) -> None:
     assert other.ask(f"take {LONG_S}") == "taken"
-    assert not own.take(0.05)
+    assert not own.acquire(0.05)
     assert other.ask("leave") == "left"
-    assert own.take(LONG_S)
+    assert own.acquire(LONG_S)
     assert other.ask("take 0.05") == "not taken"
-    own.leave()
+    own.release()
 
 
 def test_who_waits_is_seen_and_comes_before_who_just_had_them(own: CoreLock, other: Process) -> None:
-    assert own.take(LONG_S)
+    assert own.acquire(LONG_S)
     assert not own.contended()
     for _ in range(20):
         other.say(f"take {LONG_S}")
         wait_for(own.contended)
-        own.leave()
+        own.release()
         again = threading.Event()
-        asked = threading.Thread(target=lambda done=again: (own.take(LONG_S), own.leave(), done.set()))
+        asked = threading.Thread(target=lambda done=again: (own.acquire(LONG_S), own.release(), done.set()))
         asked.start()
         assert other.heard() == "taken"
         assert not again.is_set()
         other.ask("leave")
         asked.join(LONG_S)
         assert again.is_set()
-        assert own.take(LONG_S)
-    own.leave()
+        assert own.acquire(LONG_S)
+    own.release()
 
 
 def test_three_take_turns(own: CoreLock, descriptor: int) -> None:
     """Anyone who has just had them is the last in the queue."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(started(descriptor)) for _ in range(2))
-        assert own.take(LONG_S)
+        assert own.acquire(LONG_S)
         first.say(f"take {LONG_S}")
         wait_for(own.contended)
         second.say(f"take {LONG_S}")
-        own.leave()
+        own.release()
         assert first.heard() == "taken"
         first.say("leave")
         assert first.heard() == "left"
@@ -131,61 +131,61 @@ def test_three_take_turns(own: CoreLock, descriptor: int) -> None:
 
 
 def test_who_has_them_hears_that_something_is_urgent(own: CoreLock, other: Process) -> None:
-    assert own.take(LONG_S)
+    assert own.acquire(LONG_S)
     other.ask("hurry")
-    assert not own.hurried(), "but nobody waits"
+    assert not own.is_urgent(), "but nobody waits"
     other.say(f"take {LONG_S}")
-    wait_for(own.hurried)
-    own.calm()
+    wait_for(own.is_urgent)
+    own.clear_urgent()
     assert own.contended()
-    assert not own.hurried()
-    own.leave()
+    assert not own.is_urgent()
+    own.release()
     assert other.heard() == "taken"
 
 
 def test_what_was_urgent_is_soon_forgotten(own: CoreLock, other: Process) -> None:
-    assert own.take(LONG_S)
+    assert own.acquire(LONG_S)
     other.say(f"take {LONG_S}")
     wait_for(own.contended)
-    own.hurry()
-    assert own.hurried()
+    own.mark_urgent()
+    assert own.is_urgent()
     time.sleep(0.3)
-    assert not own.hurried()
-    own.leave()
+    assert not own.is_urgent()
+    own.release()
     assert other.heard() == "taken"
 
 
 def test_those_of_a_process_that_dies_are_free(own: CoreLock, other: Process) -> None:
     assert other.ask(f"take {LONG_S}") == "taken"
     other.process.kill()
-    assert own.take(LONG_S)
-    own.leave()
-    assert own.take(LONG_S), "and stay usable"
-    own.leave()
+    assert own.acquire(LONG_S)
+    own.release()
+    assert own.acquire(LONG_S), "and stay usable"
+    own.release()
 
 
 def test_who_dies_while_it_waits_is_not_waited_for(own: CoreLock, other: Process) -> None:
-    assert own.take(LONG_S)
+    assert own.acquire(LONG_S)
     other.say(f"take {LONG_S}")
     wait_for(own.contended)
     other.process.kill()
     other.process.wait()
     assert not own.contended()
-    own.leave()
-    assert own.take(LONG_S)
-    own.leave()
+    own.release()
+    assert own.acquire(LONG_S)
+    own.release()
 
 
 def test_a_process_that_is_stopped_costs_no_more_than_patience(own: CoreLock, other: Process) -> None:
     assert other.ask(f"take {LONG_S}") == "taken"
     other.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    assert not own.take(0.1)
+    assert not own.acquire(0.1)
     assert time.monotonic() - began < LONG_S / 2
     other.process.send_signal(signal.SIGCONT)
     assert other.ask("leave") == "left"
-    assert own.take(LONG_S)
-    own.leave()
+    assert own.acquire(LONG_S)
+    own.release()
 
 
 def test_a_platform_without_such_mutexes_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ class Cores:
     def clock(self) -> float:
         return self.now
 
-    def take(self, within_s: float) -> bool:
+    def acquire(self, within_s: float) -> bool:
         self.asked.append(within_s)
         self.told.append(self.asks)
         wait_s = within_s if self.stopped else self.theirs_s
@@ -38,7 +38,7 @@ class Cores:
         self.held = not self.stopped
         return self.held
 
-    def leave(self) -> None:
+    def release(self) -> None:
         assert self.held
         self.held = False
         self.handed_on += 1
@@ -46,13 +46,13 @@ class Cores:
     def contended(self) -> bool:
         return self.waiting
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         self.asks = True
 
-    def calm(self) -> None:
+    def clear_urgent(self) -> None:
         self.asks = False
 
-    def hurried(self) -> bool:
+    def is_urgent(self) -> bool:
         return self.urgent
 
 

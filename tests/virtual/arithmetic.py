@@ -79,7 +79,7 @@ class Arithmetic(BlockMemory):
         self.left: dict[str, int] = {}
         self.blame: Callable[[str], None] = print
 
-    def hurry(self) -> None:
+    def mark_urgent(self) -> None:
         pass
 
     def block(self, block_id: int) -> np.ndarray:
