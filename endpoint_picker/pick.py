@@ -41,7 +41,7 @@ class Pick:
         self._entries = {endpoint: entry for entry, endpoint in nodes}
         self._amounts = (uncached, blocks)
         self._endpoint = self.endpoints[0]
-        self._began = self._over = False
+        self._has_begun = self._has_ended = False
         self._book()
 
     @property
@@ -51,7 +51,7 @@ class Pick:
 
     def served(self, endpoint: str) -> None:
         """Record which endpoint the gateway used; an unknown one changes nothing."""
-        if self._over or endpoint == self._endpoint or endpoint not in self._entries:
+        if self._has_ended or endpoint == self._endpoint or endpoint not in self._entries:
             return
         log.info("%s did not take a request; it went to %s", self._endpoint, endpoint)
         self._cluster.nodes.suspect(self._entries[self._endpoint])
@@ -61,9 +61,9 @@ class Pick:
 
     def began(self, status: int) -> None:
         """Record the response's head: unless it is an error, the prompt is computed and its blocks are in use."""
-        if self._over or self._began:
+        if self._has_ended or self._has_begun:
             return
-        self._began = True
+        self._has_begun = True
         entry = self._entries[self._endpoint]
         if status in GATEWAY_ERRORS:
             self._cluster.nodes.suspect(entry)
@@ -77,8 +77,8 @@ class Pick:
 
     def end(self) -> None:
         """Release the node; may be called repeatedly."""
-        if not self._over:
-            self._over = True
+        if not self._has_ended:
+            self._has_ended = True
             self._release()
 
     def _book(self) -> None:

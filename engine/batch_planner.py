@@ -81,8 +81,8 @@ def build_plan(
     token_ids = [token for s in slices for token in s.request.token_ids[s.start : s.start + s.count]]
     ends = accumulate(s.count for s in slices)
     drawing = [end - 1 for s, end in zip(slices, ends, strict=True) if s.draws]
-    alone = all(s.request.generates and not s.request.wants_prompt_logprobs for s in slices)
-    last = tuple(index for index, s in enumerate(slices) if s.draws) if alone else None
+    plain = all(s.request.generates and not s.request.wants_prompt_logprobs for s in slices)
+    last = tuple(index for index, s in enumerate(slices) if s.draws) if plain else None
     adapted = adapted_tokens(slices)
     return lay_out(token_ids, parts, block_size, staging, adapted, drawing=drawing, last=last, groups=groups)
 

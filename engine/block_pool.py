@@ -165,20 +165,20 @@ class BlockPool:
 
         A lasting fault is found in one of two passes."""
         yield from self.holds.audit()
-        anew = audit.Children((yield from audit.zeros(self.num_blocks)))
-        self._recounts.append(anew)
+        recount = audit.Children((yield from audit.zeros(self.num_blocks)))
+        self._recounts.append(recount)
         try:
             for piece in audit.strides(self.num_blocks):
                 for block_id in piece:
                     self._check(block_id)
-                anew.read(piece, [self._blocks[block_id].parent for block_id in piece])
+                recount.read(piece, [self._blocks[block_id].parent for block_id in piece])
                 yield
             for piece in audit.strides(self.num_blocks):
                 counts = [self._blocks[block_id].children for block_id in piece]
-                assert anew.counts[piece.start : piece.stop].tolist() == counts, f"children of {piece} miscounted"
+                assert recount.counts[piece.start : piece.stop].tolist() == counts, f"children of {piece} miscounted"
                 yield
         finally:
-            self._recounts.remove(anew)
+            self._recounts.remove(recount)
         for piece in audit.strides(self.num_blocks):
             self._free.check(piece)
             yield
@@ -237,8 +237,8 @@ class BlockPool:
             self._free.put(block_id, last=block_id in self.tails)
 
     def _changed(self, block_id: int, parent: int, by: int) -> None:
-        for anew in self._recounts:
-            anew.changed(block_id, parent, by)
+        for recount in self._recounts:
+            recount.changed(block_id, parent, by)
 
 
 def chain_of(pool: BlockPool, block_hash: bytes, besides: Container[bytes] = ()) -> list[tuple[bytes, int]]:

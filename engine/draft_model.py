@@ -16,7 +16,7 @@ from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Key, Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.engine.runner import Runner
-from kvferry.engine.sample_rows import Found
+from kvferry.engine.sample_rows import Outcome
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_cost import StepCost
@@ -83,15 +83,15 @@ class DraftModel:
         shadow = self._shadows.get(stream.key)
         return len(stream.token_ids) - (min(shadow.request.computed_len, shadow.known) if shadow else 0)
 
-    def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
+    def draft(self, drafting: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]:
         """Draft tokens for each (stream, maximum number), one pass per position over all streams.
 
         A stream gets none without space for it, or if more of it must be computed than a step may take."""
-        shadows = [self._shadow(stream, count) for stream, count in wanted]
-        counts = [(shadow, count) for shadow, (_, count) in zip(shadows, wanted, strict=True) if shadow is not None]
+        shadows = [self._shadow(stream, count) for stream, count in drafting]
+        counts = [(shadow, count) for shadow, (_, count) in zip(shadows, drafting, strict=True) if shadow is not None]
         self.waited_s = 0.0
         if not counts:
-            return [()] * len(wanted)
+            return [()] * len(drafting)
         with self._core_turns.computing(always, whole=True):
             self._run(self._uncomputed([shadow.request for shadow, _ in counts]))
             for place in range(1, max(count for _, count in counts)):
@@ -157,8 +157,8 @@ class DraftModel:
         """Return slices to compute before the first drafts: up to MAX_CATCH_UP tokens, or a chunk of more."""
         near = [request for request in requests if request.uncomputed <= MAX_CATCH_UP]
         rows = [Slice(request, at, 1) for request in near for at in range(request.computed_len, len(request.token_ids))]
-        far = sorted((r for r in requests if r.uncomputed > MAX_CATCH_UP), key=lambda request: request.uncomputed)
-        return rows + sorted(chunks_of(far, self._chunk), key=lambda part: not part.decodes)
+        distant = sorted((r for r in requests if r.uncomputed > MAX_CATCH_UP), key=lambda request: request.uncomputed)
+        return rows + sorted(chunks_of(distant, self._chunk), key=lambda part: not part.decodes)
 
     def _run(self, slices: Sequence[Slice]) -> None:
         """Compute them, and draw behind those that end with their request's last token."""
@@ -174,7 +174,7 @@ class DraftModel:
         for part, drawn in zip(slices, found, strict=True):
             self._commit(part, drawn)
 
-    def _commit(self, part: Slice, drawn: Found) -> None:
+    def _commit(self, part: Slice, drawn: Outcome) -> None:
         request = part.request
         request.computed_len += part.count
         if not part.decodes:

@@ -96,7 +96,7 @@ class Drafter:
         """Return the number of drafts per stream: those that pay, or at times one for the stream that lacks least."""
         shares = [(own.of_model, own.max_drafts) for _, own in undrafted]
         guessed = (ROW * step[0], ROW * step[1])
-        counts, saved_s = worth(shares, count, step, model.cost.line() if model.cost.known else guessed)
+        counts, saved_s = best_counts(shares, count, step, model.cost.line() if model.cost.known else guessed)
         lacks = [model.lack(request) for request, _ in undrafted]
         pays = {
             i: drafts
@@ -108,7 +108,7 @@ class Drafter:
         return {min(range(len(undrafted)), key=lacks.__getitem__): 1} if self._gained_s > 0 else {}
 
 
-def worth(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:
+def best_counts(streams: Sequence[tuple[float, int]], count: int, step: Line, pass_: Line) -> tuple[list[int], float]:
     """Return the number of drafts per stream that maximises tokens per second, and the seconds saved per token.
 
     streams: for each, the share of correct drafts and the maximum number of drafts. count: all streams of the step.

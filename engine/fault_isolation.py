@@ -11,7 +11,7 @@ import torch
 from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, SuspendedPass
 from kvferry.engine.request import Request
 from kvferry.engine.runner import StepRunner
-from kvferry.engine.sample_rows import Found
+from kvferry.engine.sample_rows import Outcome
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.errors import KvferryError, StepFailed, reason
@@ -30,7 +30,7 @@ class StepFault:
     error: KvferryError
 
 
-Drawn = Found | StepFault
+Drawn = Outcome | StepFault
 
 
 def run(
@@ -66,7 +66,7 @@ def _halves(runner: StepRunner, slices: Sequence[Slice]) -> list[Drawn]:
 
 def _try(
     runner: StepRunner, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
-) -> Sequence[Found] | Exception:
+) -> Sequence[Outcome] | Exception:
     """Run the slices; a raised exception is returned and leaves no trace in the requests."""
     kept = _kept(slices)
     try:

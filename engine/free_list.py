@@ -42,5 +42,5 @@ class FreeList:
     def check(self, places: range) -> None:
         """Assert that the list and these places agree; places beyond the end are ignored."""
         for place, block_id in enumerate(self._ids[places.start : places.stop], places.start):
-            alone = self._places[block_id] == place and block_id not in self._last
-            assert alone, f"block {block_id} is free twice"
+            is_last = self._places[block_id] == place and block_id not in self._last
+            assert is_last, f"block {block_id} is free twice"

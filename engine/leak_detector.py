@@ -23,8 +23,8 @@ class LeakDetector:
     def check(self) -> None:
         """Check the holds."""
         now, causes = self._clock(), self._causes()
-        over = [hold for hold in self._engine.pool.holds.owners() if hold not in causes]
-        self._since = {hold: self._since.get(hold, now) for hold in over}
+        orphaned = [hold for hold in self._engine.pool.holds.owners() if hold not in causes]
+        self._since = {hold: self._since.get(hold, now) for hold in orphaned}
         self.seconds = now - min(self._since.values(), default=now)
 
     def _causes(self) -> set[tuple[str, Hashable]]:

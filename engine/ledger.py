@@ -99,11 +99,11 @@ class Ledger:
         """Run `check_integrity` in pieces, between which holds may change."""
         assert all(self._pages.values()), "a reason without holds"
         counts = yield from audit.zeros(self.num_blocks)
-        anew = audit.Holds(counts, self.owners())
-        self._recounts.append(anew)
+        recount = audit.Holds(counts, self.owners())
+        self._recounts.append(recount)
         try:
-            while anew.unread:
-                (reason, owner), _ = anew.unread.popitem()
+            while recount.unread:
+                (reason, owner), _ = recount.unread.popitem()
                 page = list(self._page(reason, owner))
                 for piece in audit.strides(len(page)):
                     for i in piece:
@@ -114,7 +114,7 @@ class Ledger:
                 assert counts[part].tolist() == self._counts[part], f"counts of {piece} differ from the holds"
                 yield
         finally:
-            self._recounts.remove(anew)
+            self._recounts.remove(recount)
 
     def _page(self, reason: str, owner: Hashable) -> dict[int, None]:
         """Return the owner's page, which is never empty while it exists; nothing of it if it is gone."""
@@ -123,8 +123,8 @@ class Ledger:
         return page or {}
 
     def _changed(self, reason: str, owner: Hashable, block_ids: Iterable[int], by: int) -> None:
-        for anew in self._recounts:
-            anew.changed(reason, owner, block_ids, by)
+        for recount in self._recounts:
+            recount.changed(reason, owner, block_ids, by)
 
     def _forget(self, owner: Hashable, reason: str) -> None:
         pages = self._pages.get(reason, {})

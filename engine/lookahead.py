@@ -101,14 +101,14 @@ class Lookahead:
     def _going(self, batch: Batch) -> list[int]:
         """Return which slices surely continue unless a token ends them; none if anything else comes first."""
         request_table = self._scheduler.request_table
-        alone = len(batch.slices) == len(request_table.running) and not (self._suspended or self._suspended.called())
-        if not alone or self._speculation or not all(map(_plain, batch.slices)):
+        all_run = len(batch.slices) == len(request_table.running) and not (self._suspended or self._suspended.called())
+        if not all_run or self._speculation or not all(map(_plain, batch.slices)):
             return []
         going = [i for i, part in enumerate(batch.slices) if self._continues(part.request)]
         if request_table.waiting:
             # Its head was refused, and no request has left since or is about to.
-            still = self._whole and len(going) == len(batch.slices)
-            if not still or request_table.waiting[0] is not self._scheduler.refused:
+            unchanged = self._whole and len(going) == len(batch.slices)
+            if not unchanged or request_table.waiting[0] is not self._scheduler.refused:
                 return []
         return going if all(self._grow(batch.slices[i].request) for i in going) else []
 

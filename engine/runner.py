@@ -14,7 +14,7 @@ from kvferry.engine.inflight_step import InflightStep, Launch
 from kvferry.engine.media.media_inputs import MediaInputs
 from kvferry.engine.models.base import Computing, ForwardAbandoned, KeepGoing, Model, SuspendedPass
 from kvferry.engine.pooling import Pooler, Read, take
-from kvferry.engine.sample_rows import Found, by_slice, only_draws, sample_row, sample_rows
+from kvferry.engine.sample_rows import Outcome, by_slice, only_draws, sample_row, sample_rows
 from kvferry.engine.sampler import Sampled, SampleRow, draw_plain, sample, score_prompt
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.state_inputs import StateInputs
@@ -59,7 +59,7 @@ class StepRunner(Protocol):
 
     def run(
         self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
-    ) -> Sequence[Found]:
+    ) -> Sequence[Outcome]:
         """Compute the slices: see `Runner.run`."""
 
 
@@ -111,7 +111,7 @@ class Runner:
     @torch.inference_mode()
     def run(
         self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
-    ) -> Sequence[Found]:
+    ) -> Sequence[Outcome]:
         """Compute the slices and draw the next token of each that samples, or read its vector.
 
         The result is None for other slices, and where a grammar's mask is not ready. On return the K/V is in the pool,
@@ -124,7 +124,7 @@ class Runner:
         with self._core_turns.computing(keep_going, whole=whole, urgent=urgent) as keep_going:
             return self._run(slices, keep_going, halfway)
 
-    def _run(self, slices: Sequence[Slice], keep_going: KeepGoing, halfway: SuspendedPass | None) -> Sequence[Found]:
+    def _run(self, slices: Sequence[Slice], keep_going: KeepGoing, halfway: SuspendedPass | None) -> Sequence[Outcome]:
         token_ids, plan = self._planner.plan(slices)
         if all(map(only_draws, slices)):
             logits = self.model.next_logits(token_ids, self.kv, plan)

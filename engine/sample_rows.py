@@ -9,7 +9,7 @@ from kvferry.engine.pooling import Read
 from kvferry.engine.sampler import Sampled, SampleRow
 from kvferry.engine.step_slices import Slice
 
-Found = Sampled | Accepted | Read | None
+Outcome = Sampled | Accepted | Read | None
 """Outcome of a slice: next token, several tokens after drafts, or a vector; None for a slice that does not sample."""
 
 
@@ -24,9 +24,9 @@ def sample_rows(part: Slice) -> list[SampleRow]:
     return [row, *(row.ahead(place + 1) for place in range(len(part.drafts)))]
 
 
-def by_slice(slices: Sequence[Slice], drawn: Sequence[Sampled | None]) -> list[Found]:
+def by_slice(slices: Sequence[Slice], drawn: Sequence[Sampled | None]) -> list[Outcome]:
     """Return the outcome of each slice, from the tokens drawn for all rows."""
-    found: list[Found] = []
+    found: list[Outcome] = []
     rows = iter(drawn)
     for part in slices:
         own = [next(rows) for _ in range(1 + len(part.drafts))]

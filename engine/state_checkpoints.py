@@ -197,7 +197,7 @@ class StateCheckpoints(StatePrefixes):
             return []
         self._save_boundary(request)
         request.state_rows = None
-        self._rows.give_back(rows.rows)
+        self._rows.release(rows.rows)
         blocks: list[int] = []
         for count in rows.checkpoints:
             blocks += self._pool.match(state_hashes(request.hashes[count - 1], self.num_blocks))

@@ -49,7 +49,7 @@ class StateRows:
     def settle(self) -> None:
         """Return the rows that drafts needed, once the step is committed."""
         own = ROWS - len(self._kept())
-        self.pool.give_back(self.spare[own:])
+        self.pool.release(self.spare[own:])
         del self.spare[own:]
 
     def advance(self, tokens: int, block_size: int) -> None:
@@ -91,7 +91,7 @@ class StateRowPool:
         """Take up to `count` free rows."""
         return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
-    def give_back(self, rows: Iterable[int]) -> None:
+    def release(self, rows: Iterable[int]) -> None:
         """Take back rows whose states are not needed any more."""
         self._free += rows
 

@@ -34,7 +34,7 @@ class TransferHolds:
         request = self.ships.pop(transfer, None)
         if request is not None:
             self._pool.release(("ship", transfer), SHIP, held_blocks(request))
-            _came_back(request)
+            _release(request)
 
     def withdraw(self, request: Request) -> None:
         """Record that its grant failed while receives may still write."""
@@ -47,10 +47,10 @@ class TransferHolds:
         request = self.grants.pop(grant, None)
         if request is not None:
             self._pool.release(grant, QUIESCE, held_blocks(request))
-            _came_back(request)
+            _release(request)
 
 
-def _came_back(request: Request) -> None:
+def _release(request: Request) -> None:
     request.held_for_transfer = False
     if request.state is State.MOVING:
         request.move(State.DONE)

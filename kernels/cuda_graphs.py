@@ -122,11 +122,11 @@ class _Inputs:
         if plan.states is not None:
             torch._foreach_copy_([self.before[:count], self.after[:count]], [plan.states.before, plan.states.after])
         if count < self._live:
-            gone = slice(count, self._live)
-            self.positions[gone], self.slots[gone], self.total_len[gone] = 0, NOWHERE, 1
-            self.before[gone] = self.after[gone] = NOWHERE
-            self.table[gone, 0] = 0
-            self.window_slots[:, gone], self.window_tables[:, gone, 0] = NOWHERE, 0
+            unused = slice(count, self._live)
+            self.positions[unused], self.slots[unused], self.total_len[unused] = 0, NOWHERE, 1
+            self.before[unused] = self.after[unused] = NOWHERE
+            self.table[unused, 0] = 0
+            self.window_slots[:, unused], self.window_tables[:, unused, 0] = NOWHERE, 0
         self._live = count
 
 

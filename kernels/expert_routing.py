@@ -64,8 +64,8 @@ def _rank_by_rank(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor,
     weights, chosen, left = [], [], logits
     for _ in range(routing.chosen):
         best, expert = left.max(-1, keepdim=True)
-        far = (best - logits) / torch.maximum(logits.abs(), best) > routing.tolerance
-        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(1, expert))
+        beyond = (best - logits) / torch.maximum(logits.abs(), best) > routing.tolerance
+        weights.append(left.masked_fill(beyond, float("-inf")).softmax(-1).gather(1, expert))
         chosen.append(expert)
         left = left.scatter(1, expert, float("-inf"))
     return torch.cat(weights, 1) * routing.factor, torch.cat(chosen, 1)

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.protocol.sampling import SamplingParams
 
-_FEW = 8
+_MAX_SINGLE_WRITES = 8
 """Maximum number of new tokens that are written to the device one by one; more are written at once."""
 
 
@@ -88,8 +88,8 @@ class _OnDevice:
         if self._of.penalised and output_len:
             ids, counts = self._made.follow()
             if last is not None:
-                again = ids == last
-                ids, counts = torch.cat((ids, last)), torch.cat((counts + again, ~again.any(0, keepdim=True)))
+                repeated = ids == last
+                ids, counts = torch.cat((ids, last)), torch.cat((counts + repeated, ~repeated.any(0, keepdim=True)))
             logits.index_add_(
                 0, ids, counts * params.frequency_penalty + (counts > 0) * params.presence_penalty, alpha=-1
             )
@@ -120,7 +120,7 @@ class Tally:
         """Return (token ids int64 [n], counts float32 [n]) as of now."""
         new = self._token_ids[self._upto :]
         self._upto += len(new)
-        if len(new) > _FEW or len(self._often) + len(new) > len(self._ids):
+        if len(new) > _MAX_SINGLE_WRITES or len(self._often) + len(new) > len(self._ids):
             self._count_many(Counter(new))
             self._write_all()
         else:

@@ -141,7 +141,7 @@ def _block(method: str, given: Any) -> tuple[int, int] | None:
     return rows, columns
 
 
-def _unsupported(method: str, what: str) -> ConfigError:
+def _unsupported(method: str, feature: str) -> ConfigError:
     return ConfigError(
-        f"its weights are quantised by {method!r:.80}, and {what} is not supported; {SUPPORTED} are", param="model"
+        f"its weights are quantised by {method!r:.80}, and {feature} is not supported; {SUPPORTED} are", param="model"
     )

@@ -52,14 +52,14 @@ def kept_digest(path: Path) -> Path | None:
     if state.st_size <= _SMALL_BYTES:
         return None
     version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry" / "digests"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.folder() / ".cache") / "kvferry" / "digests"
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = home.stat()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.stat()
     except (OSError, RuntimeError):
         return None
     safe = owner.st_uid == os.geteuid() and not owner.st_mode & 0o022
-    return home / "-".join(f"{number:x}" for number in version) if safe else None
+    return folder / "-".join(f"{number:x}" for number in version) if safe else None
 
 
 def _read(path: Path) -> str:

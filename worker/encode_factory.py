@@ -17,7 +17,7 @@ from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import Computing, KeepGoing, ModelInfo, SuspendedPass
 from kvferry.engine.models.loader import auto_dtype, read_info
-from kvferry.engine.sample_rows import Found
+from kvferry.engine.sample_rows import Outcome
 from kvferry.engine.state_memory import StateMemory
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always
@@ -64,7 +64,7 @@ class NoSteps:
 
     def run(
         self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
-    ) -> Sequence[Found]:
+    ) -> Sequence[Outcome]:
         raise AssertionError("an encode node computes no steps")
 
 

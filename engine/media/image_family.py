@@ -101,9 +101,9 @@ class ImageFamily(MediaFamily):
             problem = f"{field}: the model takes no image of {found.width} x {found.height} pixels"
             raise InvalidRequest(problem, param=field) from error
 
-    def _preprocessed(self, images: Any, **how: Any) -> Any:
+    def _preprocessed(self, images: Any, **options: Any) -> Any:
         """Return the processor's result for images, without rescaling and normalisation: still in 8 bits."""
-        return self.tower.processor.preprocess(images, do_rescale=False, do_normalize=False, **how)
+        return self.tower.processor.preprocess(images, do_rescale=False, do_normalize=False, **options)
 
 
 def _normalised(processor: Any) -> np.ndarray:

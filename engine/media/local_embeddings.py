@@ -37,17 +37,17 @@ Observe = Callable[[MediaItem, str, float], None]
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of `submit`. rows: those that are here, by place. over: `ready` was called, or it was cancelled."""
+    """One call of `submit`. rows: those that are here, by place. settled: `ready` was called, or it was cancelled."""
 
     ready: Ready
     keys: list[Key]
     deadline: float
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    over: bool = False
+    settled: bool = False
 
     @property
     def open(self) -> bool:
-        return not self.over and time.monotonic() < self.deadline
+        return not self.settled and time.monotonic() < self.deadline
 
     @property
     def outcome(self) -> list[torch.Tensor]:
@@ -55,8 +55,8 @@ class _Call:
 
     def ends(self) -> bool:
         """Return whether `ready` is to be called now; true only once. The caller holds the lock."""
-        was_over, self.over = self.over, True
-        return not was_over
+        was_settled, self.settled = self.settled, True
+        return not was_settled
 
     def resolve(self, outcome: list[torch.Tensor] | Exception) -> None:
         """Call `ready`; log any exception, since the thread must serve other calls."""
@@ -161,10 +161,10 @@ class LocalEmbeddings:
     def _cancel(self, call: _Call) -> None:
         """Forget a call, and the items that wait for it alone."""
         with self._lock:
-            call.over = True
+            call.settled = True
             for key in call.keys:
                 waiting, work = self._queues.get(key[0], ()), self._works.get(key)
-                if work is None or key not in waiting or any(not other.over for other, _ in work.callers):
+                if work is None or key not in waiting or any(not other.settled for other, _ in work.callers):
                     continue
                 del self._works[key]
                 self._queues[key[0]].remove(key)

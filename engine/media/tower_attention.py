@@ -28,11 +28,11 @@ def set_attention(module: Any, ops: CpuOps) -> None:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        **how: Any,
+        **options: Any,
     ) -> Any:
-        if attention_mask is not None or not _takes(part, query, value, how):
-            return in_pytorch(part, query, key, value, attention_mask, **how)
-        scale = how.get("scaling")
+        if attention_mask is not None or not _takes(part, query, value, options):
+            return in_pytorch(part, query, key, value, attention_mask, **options)
+        scale = options.get("scaling")
         return full_attention(getattr(part, _OPS), query, key, value, scale or query.shape[-1] ** -0.5), None
 
     functions.register(_NAME, attend)
@@ -42,11 +42,11 @@ def set_attention(module: Any, ops: CpuOps) -> None:
         setattr(part, _OPS, ops)
 
 
-def _takes(part: Any, query: torch.Tensor, value: torch.Tensor, how: dict[str, Any]) -> bool:
+def _takes(part: Any, query: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> bool:
     """Return whether the kernel computes this attention, which has no mask."""
-    causal = how.get("is_causal")
+    causal = options.get("is_causal")
     return (
         fits(query, value)
         and not (getattr(part, "is_causal", True) if causal is None else causal)
-        and not any(how.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+        and not any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
     )

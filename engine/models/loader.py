@@ -171,20 +171,20 @@ class OpenedModel:
 
 def _open_as(source: ModelSource, impl: str, load_format: str) -> OpenedModel | None:
     """Return the checkpoint for our own decoder; None where transformers' model is to be loaded."""
-    dummy, must = load_format == "dummy", impl == "kvferry"
+    dummy, required = load_format == "dummy", impl == "kvferry"
     if dummy and (impl == "transformers" or source.kind == "gguf"):
         raise ConfigError("dummy weights need a config.json and kvferry's own decoder", param="load_format")
     if impl == "transformers":
         if source.kind != "gguf" and (what := own_alone(read_json(source.path / "config.json"))) is not None:
             raise ConfigError(f"{what} runs only on kvferry's own decoder", param="model_impl")
         return None
-    return _open_gguf(source, must) if source.kind == "gguf" else _open_directory(source, must or dummy, dummy)
+    return _open_gguf(source, required) if source.kind == "gguf" else _open_directory(source, required or dummy, dummy)
 
 
-def _open_directory(source: ModelSource, must: bool, dummy: bool) -> OpenedModel | None:
+def _open_directory(source: ModelSource, required: bool, dummy: bool) -> OpenedModel | None:
     whole = read_json(source.path / "config.json")
     config, multimodal = text_config(whole), is_multimodal(whole)
-    if not must and own_alone(whole) is None and unsupported(config) is not None:
+    if not required and own_alone(whole) is None and unsupported(config) is not None:
         return None
     length = read_facts(source).max_model_len
     if not length:
@@ -202,10 +202,10 @@ def _open_directory(source: ModelSource, must: bool, dummy: bool) -> OpenedModel
     return OpenedModel(parsed, weights, length)
 
 
-def _open_gguf(source: ModelSource, must: bool) -> OpenedModel | None:
+def _open_gguf(source: ModelSource, required: bool) -> OpenedModel | None:
     file = read_gguf(source.path)
     family = FAMILIES.get(gguf_family(file))
-    if not must and (family is None or not family.gguf):
+    if not required and (family is None or not family.gguf):
         return None
     config = parse_gguf(file)
     weights = gguf_weights(file, config)

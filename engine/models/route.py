@@ -53,11 +53,11 @@ def _directory(source: ModelSource, impl: str) -> Route:
         formats += f", experts in {whole['quantization_config']['quant_method']}"
     if is_encoder(whole):
         return Route(family, ENCODER, formats)
-    reason, alone = unsupported(config), own_alone(whole)
-    if impl != "transformers" and (reason is None or impl == "kvferry" or alone):
+    reason, own_only = unsupported(config), own_alone(whole)
+    if impl != "transformers" and (reason is None or impl == "kvferry" or own_only):
         return Route(family, OWN, formats, groups_of(parse_config(config)))
-    if alone is not None:
-        raise ConfigError(f"{alone} runs only on kvferry's own decoder", param="model_impl")
+    if own_only is not None:
+        raise ConfigError(f"{own_only} runs only on kvferry's own decoder", param="model_impl")
     if stored is not None and has_experts(source):
         raise ConfigError(
             f"experts in codes of {stored.method} run only on kvferry's own decoder: {reason or impl}", param="model"

@@ -58,10 +58,10 @@ class ShapedDecoder(Decoder):
         whole = self._layers(halfway or self._begun(token_ids, plan), end, kv, plan, inputs, keep_going)
         hidden = torch.zeros(len(token_ids), self.config.hidden_size, dtype=self.dtype, device=self.device)
         if plan.last:
-            tokens, alone = plan.of_last()
+            tokens, last_plan = plan.of_last()
             inputs = None if inputs is None else inputs[tokens]
             begin = SuspendedPass(whole.layer, whole.x[tokens], whole.residual[tokens])
-            hidden[tokens] = self._layers(begin, count, kv, alone, inputs, always).x
+            hidden[tokens] = self._layers(begin, count, kv, last_plan, inputs, always).x
         return hidden
 
     def _layer_inputs(self, token_ids: torch.Tensor) -> torch.Tensor | None:

@@ -17,10 +17,10 @@ from kvferry.protocol.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a stored tensor. stored: its name. which: gate, up or down. expert: None: of a tensor of one MLP."""
+    """Part of a stored tensor. stored: its name. projection: gate, up or down. expert: None: of a tensor of one MLP."""
 
     stored: str
-    which: str
+    projection: str
     bias: bool
     expert: int | None
 
@@ -86,7 +86,7 @@ class StackedWeights:
 
     def _inputs_first(self, part: _Part, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
         """Return whether a weight has its inputs first: transformers saves those of some families the other way."""
-        outputs_first = (expected[0] * (1 if part.which == "down" else 2), *expected[1:])
+        outputs_first = (expected[0] * (1 if part.projection == "down" else 2), *expected[1:])
         return self._stack.inputs_first and (stored != outputs_first or stored == outputs_first[::-1])
 
     def _tensor(self, part: _Part, name: str) -> torch.Tensor:
@@ -102,7 +102,7 @@ class StackedWeights:
 
     def _of_gate_or_up(self, part: _Part, whole: torch.Tensor) -> torch.Tensor:
         """Return the part's outputs, which are the first dimension."""
-        if part.which == "down":
+        if part.projection == "down":
             return whole
-        second = part.which == "up"
+        second = part.projection == "up"
         return whole[second::2] if self._stack.alternating else whole.tensor_split(2)[second]

@@ -50,8 +50,8 @@ class DeviceGroup:
             self._backend = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
             found = self.sum(torch.full((3,), 1.0 + self.rank, device=self._device)).tolist()
         except Exception as error:
-            what = f"the {self.ranks} ranks cannot reach each other: {reason(error)}"
-            raise ConfigError(what, param=FLAG) from error
+            message = f"the {self.ranks} ranks cannot reach each other: {reason(error)}"
+            raise ConfigError(message, param=FLAG) from error
         if found != [self.ranks * (self.ranks + 1) / 2] * 3:
             raise ConfigError(f"the {self.ranks} ranks compute wrong sums: {found[0]}", param=FLAG)
 

@@ -63,7 +63,7 @@ class Shard:
         """Return each rank's part of a vocabulary."""
         return -(-vocab_size // self.ranks)
 
-    def _part(self, whole: int, what: str) -> int:
+    def _part(self, whole: int, unit: str) -> int:
         if whole % self.ranks:
-            raise ConfigError(f"{FLAG} {self.ranks} does not divide the model's {what}: {whole}", param=FLAG)
+            raise ConfigError(f"{FLAG} {self.ranks} does not divide the model's {unit}: {whole}", param=FLAG)
         return whole // self.ranks

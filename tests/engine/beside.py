@@ -13,7 +13,7 @@ import torch
 from kvferry.engine.inflight_step import InflightStep
 from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.engine.runner import Runner
-from kvferry.engine.sample_rows import Found
+from kvferry.engine.sample_rows import Outcome
 from kvferry.engine.sampler import SampleRow, draw_plain
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.decoder_step import always
@@ -105,7 +105,7 @@ class Lazy(Eager):
 
     def run(
         self, slices: Sequence[Slice], keep_going: KeepGoing = always, halfway: SuspendedPass | None = None
-    ) -> Sequence[Found]:
+    ) -> Sequence[Outcome]:
         self.stream.drain()
         return super().run(slices, keep_going, halfway)
 

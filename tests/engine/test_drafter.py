@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.engine import draft_model, drafter, step
-from kvferry.engine.drafter import worth
+from kvferry.engine.drafter import best_counts
 from kvferry.engine.engine import Engine
 from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.engine.ngram_drafts import NgramDrafts
@@ -113,10 +113,10 @@ def test_what_changes_for_the_better_is_noticed() -> None:
 
 
 def test_so_many_drafts_are_worth_it() -> None:
-    assert worth([(0.9, 8)], 1, (0.1, 0.01), (0.005, 0.001))[0] == [8]
-    assert worth([(0.3, 8)], 1, (0.1, 0.01), (0.005, 0.001))[0][0] in (1, 2)
-    assert worth([(0.3, 8)], 1, (0.1, 0.01), (0.05, 0.001)) == ([0], 0.0)
-    counts, saved_s = worth([(0.9, 4), (0.05, 4), (0.9, 2)], 3, (0.1, 0.01), (0.005, 0.001))
+    assert best_counts([(0.9, 8)], 1, (0.1, 0.01), (0.005, 0.001))[0] == [8]
+    assert best_counts([(0.3, 8)], 1, (0.1, 0.01), (0.005, 0.001))[0][0] in (1, 2)
+    assert best_counts([(0.3, 8)], 1, (0.1, 0.01), (0.05, 0.001)) == ([0], 0.0)
+    counts, saved_s = best_counts([(0.9, 4), (0.05, 4), (0.9, 2)], 3, (0.1, 0.01), (0.005, 0.001))
     assert counts == [4, 0, 2]
     assert 0 < saved_s < 0.12 / 3
 
