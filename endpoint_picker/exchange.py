@@ -36,7 +36,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class ResponseCut(Exception):
-    """The response went past its deadline."""
+    """The response exceeded its deadline."""
 
 
 class Exchange:
@@ -149,7 +149,7 @@ class Exchange:
         return self._pick
 
     async def _answer(self, head: RequestHead, pick: Pick, data: bytes | None, body: IncomingBody | None) -> None:
-        """Tell Envoy where the request goes, and return its body."""
+        """Report the request's endpoint to Envoy, and return its body."""
         log.debug("%s goes to %s, of which %d tokens are cached", head.path, pick.endpoints, pick.cached_len)
         if data is not None and head.request_mode == BodyMode.BUFFERED:
             await self._send(replies.body_placed(pick.endpoints))

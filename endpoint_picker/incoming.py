@@ -35,7 +35,7 @@ class Incoming:
         return task.result()
 
     async def departure(self) -> Message:
-        """Wait for the end of the stream and return it as an ASGI message; a message that comes first is kept."""
+        """Wait for the end of the stream and return it as an ASGI message; a message before it is kept."""
         task = self._next()
         await asyncio.wait((task,))
         if task.result() is not None:

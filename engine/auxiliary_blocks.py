@@ -38,7 +38,7 @@ class AuxiliaryPrefixes(Protocol):
         found: whether such blocks are, by the hash of its last block; None: it is in the pool."""
 
     def chain(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Return the hashes of these blocks and of the auxiliary blocks that go with them, each behind its parent."""
+        """Return the hashes of these blocks and of the auxiliary blocks that go with them, each after its parent."""
 
     def tokens_of(self, blocks: int) -> int:
         """Return how many blocks of a `chain` of `blocks` blocks hold tokens."""

@@ -70,7 +70,7 @@ class ReusablePrefixes:
             here = len(self._pool.match(chain))
             if run(chain[here:]) == len(chain) - here:
                 return Readable(chain, len(chain) - here, count - covered)
-            count -= 1  # blocks behind one that is read would have to be here, or the tier's
+            count -= 1  # blocks after one that is read would have to be here, or the tier's
         return Readable((), 0, 0)
 
 
@@ -176,7 +176,7 @@ class BlockAssignment:
             self.states.release(request, checkpoints)
 
     def _tail(self, request: Request, start: int) -> PartialBlock | None:
-        """Return a partial block that shares the tokens behind `start` with other forks' prompts."""
+        """Return a partial block that shares the tokens after `start` with other forks' prompts."""
         if (
             self.states is not None
             or not request.job.fork_of

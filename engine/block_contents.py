@@ -26,7 +26,7 @@ class BlockContent:
 class BlockContents:
     """Contents by hash of a pool's findable blocks.
 
-    A block that arrived with its hash alone is unknown until a request computes a block behind it. Each known block's
+    A block that arrived with its hash alone is unknown until a request computes a block after it. Each known block's
     parent is known. The engine thread writes; `get` and `hashes` may be called from any thread."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class Computes(Protocol):
         """Copy the K/V of block `source` to `target`."""
 
     def compute_logits(self, token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing) -> torch.Tensor:
-        """Return float32 logits [rows, vocab] behind the last tokens."""
+        """Return float32 logits [rows, vocab] after the last tokens."""
 
 
 @dataclass(slots=True, eq=False)

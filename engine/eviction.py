@@ -205,7 +205,7 @@ class ValueEviction:
         )
 
     def _returned_late(self, now: float, hashes: Sequence[bytes]) -> Iterator[IdleChain]:
-        """Count evicted blocks that are asked for again, and yield the chain of each."""
+        """Count evicted blocks that are needed again, and yield the chain of each."""
         for block_hash in hashes:
             chain = self._remembered.pop(block_hash, None)
             if chain is None:

@@ -135,7 +135,7 @@ class AgedChains:
         heapq.heapify(self._order)
 
     def cheapest(self) -> IdleChain:
-        """Return the chain whose leaf is worth least; of equal ones, the first that came. Raises KeyError."""
+        """Return the chain whose leaf is worth least; of equal ones, the first added. Raises KeyError."""
         if self._closed:
             return next(iter(self._closed))
         while self._order:

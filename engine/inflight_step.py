@@ -21,7 +21,7 @@ class InflightStep:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Return all drawn tokens: int64 [n] on the device, for the step that is launched behind them."""
+        """Return all drawn tokens: int64 [n] on the device, for the step that is launched after them."""
         return self.drawn.values
 
     def collect(self) -> list[Sampled]:

@@ -47,7 +47,7 @@ class MissReasons:
         self._old.pop(block_hash, None)
 
     def missed(self, request: Request) -> Missed:
-        """Return why predicted tokens (Job.predicted) behind the request's cached ones are missing."""
+        """Return why predicted tokens (Job.predicted) after the request's cached ones are missing."""
         start, block_size, hashes = request.computed_len, request.block_size, request.hashes
         until, epoch = request.job.predicted
         if start >= until:

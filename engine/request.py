@@ -73,7 +73,7 @@ class Request:
     missed        blocks that were predicted to be cached and were not (see Reuse)
     block_ids     the chain that holds the K/V, held as a whole
     state_rows, windows  rows of its recurrent state, pages of its layers with windows, while it has blocks; or None
-    state_blocks  blocks behind its chain in which a transfer takes its state or pages to another node, or brings them
+    state_blocks  blocks after its chain in which a transfer takes its state or pages to another node, or brings them
     pause_at      computed tokens at which a stream with such blocks waits for the end of its migration, or None
     hashes        of the full blocks of token_ids, extended as it grows
     registered    how many leading blocks are findable
@@ -81,7 +81,7 @@ class Request:
     written       how many blocks became findable by it with content that the pool did not have before
     transfer      ship that sends its blocks (prefill), else None
     first_block   of a ship or a grant: decode holds the blocks before it
-    shipped       index behind the last block handed to the sender
+    shipped       index after the last block handed to the sender
     copied        how many leading blocks the buddy of its job reported; None: it was not asked
     prefill_only  ends with its first output token
     generates     tokens are drawn; if not, a vector is read from its prompt
@@ -174,7 +174,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether prompt log-probabilities are wanted."""
+        """Return whether prompt log-probabilities are requested."""
         return self.generates and self.job.work.whole_prompt and self.output_len == 0
 
     @property

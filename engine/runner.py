@@ -172,7 +172,7 @@ class Runner:
     ) -> torch.Tensor:
         """Compute a part of a sequence for a canary check.
 
-        Return float32 logits [rows, vocab] behind its last tokens, on the host.
+        Return float32 logits [rows, vocab] after its last tokens, on the host.
 
         Raises ForwardAbandoned once `keep_going()` is false."""
         own = token_ids[part.start : part.start + part.count]

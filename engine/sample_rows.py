@@ -14,12 +14,12 @@ Outcome = Sampled | Accepted | Read | None
 
 
 def only_draws(part: Slice) -> bool:
-    """Return whether the slice is one token and only the next token is wanted."""
+    """Return whether the slice is one token and only the next token is needed."""
     return part.decodes and part.samples and part.request.generates and not part.request.wants_prompt_logprobs
 
 
 def sample_rows(part: Slice) -> list[SampleRow]:
-    """Return the row of a stream's next token, and of the tokens behind each draft."""
+    """Return the row of a stream's next token, and of the tokens after each draft."""
     row = sample_row(part)
     return [row, *(row.ahead(place + 1) for place in range(len(part.drafts)))]
 

@@ -29,8 +29,8 @@ class SampleRow:
     """One row to draw, kept from step to step with state derived from its tokens.
 
     `token_ids` is everything so far, prompt and output, and may only grow; its length is the position of the token to
-    draw and its first `prompt_len` are the prompt. bare: the most likely token is drawn, from unchanged logits, and
-    unscored. mask: tokens that its grammar allows; a row whose mask is not ready draws nothing."""
+    draw and its first `prompt_len` are the prompt. is_argmax: the most likely token is drawn, from unchanged logits,
+    without scores. mask: tokens that its grammar allows; a row whose mask is not ready draws nothing."""
 
     params: SamplingParams
     token_ids: Sequence[int]
@@ -52,7 +52,7 @@ class SampleRow:
         return self.mask is None or (self.mask.ready and self.mask.error is None)
 
     def ahead(self, count: int, behind: int = -1) -> SampleRow:
-        """Return the row of the token `count` places behind the next one, whatever the tokens before it are.
+        """Return the row of the token `count` places after the next one, whatever the tokens before it are.
 
         behind: index of the next token among drawn tokens, for a row with penalties."""
         row = SampleRow(self.params, range(len(self.token_ids) + count), self.prompt_len)
@@ -141,7 +141,7 @@ def _scores(
 ) -> dict[int, TokenLogprobs]:
     """Return scores by row.
 
-    Row i of `raw` [len(scored), vocab] has the log-probabilities behind the token drawn for row scored[i]."""
+    Row i of `raw` [len(scored), vocab] has the log-probabilities after the token drawn for row scored[i]."""
     top = [rows[i].params.logprobs or 0 for i in scored]
     entries = zip(scored, token_logprobs(raw, [max(tokens[i], 0) for i in scored], top), strict=True)
     return {i: entry for i, entry in entries if tokens[i] != NO_TOKEN}

@@ -1,7 +1,7 @@
 """Speculation: chooses the draft tokens that a step verifies, of n-grams or a draft model, by measured step times.
 
 A draft never changes the text: the token at its position is drawn from the same logits and noise as without it, and
-everything behind the first difference is discarded."""
+everything after the first difference is discarded."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Speculation:
         return taken
 
     def _propose(self, request: Request) -> NgramDrafts | None:
-        """Return drafts for the request; None where drafts would change how the tokens behind them are drawn."""
+        """Return drafts for the request; None where drafts would change how the tokens after them are drawn."""
         row = request.sample_row
         if row is None or row.mask is not None or reads_history(row.params):
             return None

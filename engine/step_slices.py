@@ -13,7 +13,7 @@ class Slice:
     """`count` tokens of a request from `start` on, computed in one step.
 
     samples: they are the request's last ones, so the next token is drawn or the prompt's vector made. drafts: proposed
-    next tokens, computed behind the last one: where the token drawn equals the first of them, the token behind it is
+    next tokens, computed after the last one: where the token drawn equals the first of them, the token after it is
     drawn too, and so on."""
 
     request: Request

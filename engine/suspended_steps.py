@@ -85,7 +85,7 @@ class SuspendedStep:
     def run(self, runner: StepRunner, batch: Batch) -> Sequence[Drawn] | None:
         """Run the batch and return what was drawn for each slice, or None if it ended early or is suspended.
 
-        An early end means that all its requests are leaving; it is not committed, and its writes lie behind the
+        An early end means that all its requests are leaving; it is not committed, and its writes lie after the
         computed tokens. Raises DeviceLost."""
         keys = [part.request.key for part in batch.slices]
         rests_at = time.monotonic() + MIN_S if self._may_put(runner, batch) else inf

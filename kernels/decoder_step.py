@@ -37,7 +37,7 @@ class Halted(Exception):
 
 
 def always() -> bool:
-    """Return True: the pass always goes on."""
+    """Return True: the pass is never abandoned."""
     return True
 
 

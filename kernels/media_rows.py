@@ -13,7 +13,7 @@ class MediaRows:
 
     tokens  int64 [n], ascending: which query tokens they are
     rows    [n, hidden * (1 + levels)], in the model's dtype: in place of the token's embedding, scaled as it is when it
-            enters the first layer; then for each level the addend of the residual behind that layer, counted from 0
+            enters the first layer; then for each level the addend of the residual after that layer, counted from 0
             (deepstack of Qwen3-VL)
     """
 

@@ -30,7 +30,7 @@ def weights_digest(files: Iterable[Path]) -> bytes:
 def file_digest(path: Path) -> str:
     """Return the XXH3 digest of a file as 32 hex digits, from the cache where it has one.
 
-    Raises OSError, also for a pipe or a device, whose reader would wait or never come to an end."""
+    Raises OSError, also for a pipe or a device, whose reader would wait or never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
     kept = kept_digest(path)

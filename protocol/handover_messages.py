@@ -46,7 +46,7 @@ class Handover:
     length        how many of the job's tokens the blocks are of
     first_token   that the prefill engine drew after them; IN_ROOM: the prompt is computed while the blocks travel
     reference     the blocks' place in the engine's own words
-    age_s         seconds from the end of the prefill to the arrival of the ticket; negative if it came before
+    age_s         seconds from the end of the prefill to the arrival of the ticket; negative if it arrived before
     lease_s       seconds for which the prefill engine keeps the blocks"""
 
     job: Job

@@ -4,7 +4,8 @@ Most of a write's cost is per key. A row has ROW_BYTES: one byte for the block's
 
 Place 0 is the first block of a chain, or a block that stands alone: the 16 bytes are its hash, which is the key. Places
 1 to GROUP are the blocks after it: 8 bytes of the hash of the group's first block, which are the key, then 8 bytes of
-the block's own hash. The latter tell it from other blocks under that key, also in chains that diverge within the group.
+the block's own hash. The latter distinguish it from other blocks under that key, also in chains that diverge
+within the group.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class NodeLease:
 
     role: prefill, decode or encode. state: ready or draining. http_url, link_address: dialled by other processes.
     model: the name from the model's files. served_names: names given by the settings. max_num_seqs: requests run at
-    once, 0: unknown. adapters: those that the node holds. pulse: of its threads. leaving: the node was asked to end or
-    change its role, and works on until another node is ready. sent: transfers by target node, the most bytes first.
+    once, 0: unknown. adapters: those that the node holds. pulse: of its threads. leaving: the node is to end or
+    change its role, and serves until another node is ready. sent: transfers by target node, the most bytes first.
     elastic: the node can change its role. role_s: seconds since it last did, 0: never. pressure: decode nodes that its
     streams would fill, 0 for prefill. engine: kind and version of the server behind an adapter, such as "vllm 0.32.0";
     empty: kvferry's own engine. engine_url: of that server's OpenAI API. guarantees: what an adapter measured that its

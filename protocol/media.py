@@ -13,7 +13,7 @@ from kvferry.protocol.wire import WireError, message
 MODALITIES = ("image", "audio", "video")
 """Kinds of media that a prompt may hold."""
 TRANSCRIPTION = "transcription"
-"""Entry in a lease's modalities: the engine writes down what is said in audio."""
+"""Entry in a lease's modalities: the engine transcribes speech."""
 COMPRESSED_AUDIO = "compressed_audio"
 """Entry in a lease's modalities: the engine bounds the length of FLAC and Ogg in chats while it decodes them."""
 MAX_ITEMS, MAX_ITEM_BYTES = 64, 48 * 2**20

@@ -1,4 +1,4 @@
-"""Parsing of the body of an HTTP request that asks for a protocol upgrade which the server ignores.
+"""Parsing of the body of an HTTP request with a protocol upgrade that the server ignores.
 
 The parser treats everything after the header of such a request as the other protocol. HTTP differs (RFC 9110, 7.8): a
 server that ignores the upgrade reads the request as usual. Java's HttpClient asks for h2c with its first POST.

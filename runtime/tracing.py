@@ -114,7 +114,7 @@ TRACER = Tracer()
 
 
 def is_requested(environment: Mapping[str, str]) -> bool:
-    """Return whether OpenTelemetry's variables ask for traces."""
+    """Return whether OpenTelemetry's variables enable traces."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() != "otlp":

@@ -32,7 +32,7 @@ class ChatMedium:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A chat as its template writes it. texts: before, between and behind the media, one more than these."""
+    """A chat as its template writes it. texts: before, between and after the media, one more than these."""
 
     texts: tuple[str, ...]
     media: tuple[ChatMedium, ...]

@@ -12,7 +12,7 @@ __all__ = ("RATE", "clip")
 
 def clip(data: bytes, field: str, max_seconds: float) -> torch.Tensor:
     """Return the mono samples of an audio file at `RATE`, float32 in -1 … 1. Raises InvalidRequest naming the field."""
-    file = AudioFile(data, max_seconds, field, "what this model hears at once")
+    file = AudioFile(data, max_seconds, field, "this model's limit")
     try:
         return file.read(int(max_seconds * RATE) + 1)
     finally:

@@ -40,7 +40,7 @@ class MediaEncoder(Protocol):
     def rope_positions(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> torch.Tensor | None:
         """Return int64 [3, len(token_ids)], the rotary positions (time, height, width) of a prompt's tokens.
 
-        Those of later tokens go on, equal in all three, behind the largest of them. None: positions are ordinary."""
+        Those of later tokens continue, equal in all three, after the largest of them. None: positions are ordinary."""
         ...
 
 
@@ -55,7 +55,7 @@ class EmbeddingSource(Protocol):
         deadline_s: float,
         encoder: DecodeTarget | None = None,
     ) -> Callable[[], None]:
-        """Ask for the rows of some media; return a function that cancels the call, after which `ready` may still come.
+        """Request the rows of some media; return a function that cancels the call, after which `ready` may still come.
 
         root: of the block hashes of the request; rows are shared by requests of one root only, so that no tenant learns
         which media another sent. encoder: that of the job, from which rows may be fetched. `ready` may come before

@@ -110,7 +110,7 @@ def _text(tokenizer: TextTokenizer, token_id: int) -> str:
 
 
 def _tower(source: ModelSource, modality: str, dtype: torch.dtype, device: torch.device) -> Tower:
-    """Load the part that sees or hears.
+    """Load the tower that encodes images or audio.
 
     transformers builds the whole model, but its text has no layers and goes afterwards."""
     _check_floats(source)

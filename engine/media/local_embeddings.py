@@ -28,7 +28,7 @@ log = logging.getLogger("kvferry.engine")
 MAX_QUEUED = 512
 """Items that may wait for the encoder. One root (a tenant) may use half of the places that other roots leave free."""
 NICENESS = 5
-"""Steps by which the thread gives way: beside a busy engine thread on one core it gets a quarter of the time."""
+"""Niceness of the thread, in steps: beside a busy engine thread on one core it gets a quarter of the time."""
 STOP_S = 5.0
 """Longest wait for the thread's present item when the node ends, in seconds."""
 Observe = Callable[[MediaItem, str, float], None]
@@ -190,7 +190,7 @@ class LocalEmbeddings:
                 call.resolve(outcome if isinstance(outcome, Exception) else call.outcome)
 
     def _next(self) -> Key | None:
-        """Wait for an item that some call still wants; None: stop. Its root goes to the end of the queue."""
+        """Wait for an item that some call still needs; None: stop. Its root goes to the end of the queue."""
         while True:
             with self._lock:
                 self._busy = False

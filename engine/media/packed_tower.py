@@ -17,7 +17,7 @@ from kvferry.kernels.linear import Linear
 from kvferry.runtime.thread_priority import lower_priority
 
 NICENESS = 10
-"""Steps by which threads of towers give way to those of streams."""
+"""Niceness of towers' threads, in steps, so that those of streams run first."""
 _ACTIVATIONS = {"GELUActivation": GELU, "GELUTanh": GELU_TANH}
 """Activations by the names of transformers' modules."""
 

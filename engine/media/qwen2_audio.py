@@ -11,7 +11,7 @@ from kvferry.engine.media.audio_family import AudioFamily
 from kvferry.engine.media.media_family import Tower
 
 _MAX_SHIFT = 2
-"""Frames behind a clip that the convolutions of its last positions reach."""
+"""Frames after a clip that the convolutions of its last positions reach."""
 
 
 class Qwen2Audio(AudioFamily):
@@ -37,6 +37,6 @@ class Qwen2Audio(AudioFamily):
         return found
 
     def _positions(self, samples: int) -> int:
-        """Return how many positions of the tower hear a clip."""
+        """Return how many positions of the tower a clip takes."""
         frames: int = ceil(samples / self.tower.processor.hop_length)
         return (frames + 1) // 2

@@ -13,7 +13,7 @@ from kvferry.engine.media.media_family import Grid, Placeholders, Tower
 class QwenVL(ImageFamily):
     """Grid: rows and columns of patches. Pixels: [patches, 3, side, side]; the tower takes each twice, as two frames.
 
-    Qwen3-VL has levels behind the first layers (deepstack)."""
+    Qwen3-VL has levels after the first layers (deepstack)."""
 
     def __init__(self, tower: Tower, image: str) -> None:
         super().__init__(tower, image, image)

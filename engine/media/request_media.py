@@ -33,7 +33,7 @@ class RequestMedia:
 
     @property
     def end(self) -> int:
-        """Return the place of the first token behind the last medium."""
+        """Return the place of the first token after the last medium."""
         return self.items[-1].offset + self.items[-1].length
 
     @property
@@ -59,11 +59,11 @@ class RequestMedia:
             self.cancel = None
 
     def part_of(self, parent: bytes, start: int) -> bytes:
-        """Return the key of partial blocks that begin at `start`, behind the block that hashes to `parent`."""
+        """Return the key of partial blocks that begin at `start`, after the block that hashes to `parent`."""
         return parent + self.extras.get(start // self._block_size, b"")
 
     def rows_of(self, start: int, count: int) -> list[tuple[int, torch.Tensor]]:
-        """Return runs of rows for `count` tokens from `start` on, each with its place behind `start`.
+        """Return runs of rows for `count` tokens from `start` on, each with its place after `start`.
 
         Raises StepFailed if some are not here, which is a bug."""
         runs = []
@@ -94,7 +94,7 @@ class RequestMedia:
     def whole(self, start: int, count: int) -> int:
         """Return how many tokens from `start` on a step computes in place of `count`, which may cut through an item.
 
-        It ends before such an item, or behind it if it is the first one."""
+        It ends before such an item, or after it if it is the first one."""
         for item in self.items if self.bidirectional else ():
             end = item.offset + item.length
             if item.offset < start + count < end:

@@ -33,7 +33,7 @@ class SuspendedPass:
 
 
 class ForwardAbandoned(Exception):
-    """A computation was abandoned: nobody needs it any more, or something else comes first.
+    """A computation was abandoned: no request needs it any more, or another must run first.
 
     halfway: where it stopped, if it can be resumed there."""
 

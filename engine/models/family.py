@@ -10,7 +10,7 @@ class Stack:
     """Tensors that hold all experts of a layer: names after the layer's.
 
     inputs_first    they are [experts, inputs, outputs] instead of [experts, outputs, inputs]
-    alternating     outputs of gate and up take turns, instead of lying one behind the other
+    alternating     outputs of gate and up take turns, instead of lying one after the other
     shared_gate_up, shared_down     tensors of the MLP for all tokens, if its gate and up are one tensor, too"""
 
     gate_up: str

@@ -44,7 +44,7 @@ class EncoderModel(Computing):
         self._typed = types > 1 and "token_type_ids" in inspect.signature(module.forward).parameters
 
     def hidden(self, texts: Sequence[Text]) -> torch.Tensor:
-        """Return last hidden states [text, longest, hidden] of a padded batch; rows behind a text are undefined."""
+        """Return last hidden states [text, longest, hidden] of a padded batch; rows after a text are undefined."""
         found: torch.Tensor = self._base()(**self._inputs(texts)).last_hidden_state
         return found
 

@@ -131,7 +131,7 @@ class ParameterLoader:
         family, dim = self._config.family, self._config.head_dim
         if not self._config.qk_norm or (family.chunked and not self._config.rotated[index]):
             return None
-        if family.chunked:  # without weights, a norm before the rotation is the same as one behind it
+        if family.chunked:  # without weights, a norm before the rotation is the same as one after it
             return self._reader.ones(dim)
         if not family.own_qk_norm:
             return self._reader.rms_norm(name, heads * dim if family.wide_qk_norm else dim)

@@ -165,7 +165,7 @@ class TensorReader:
 def row_order(name: str, sizes: MixerSizes | None) -> torch.Tensor | None:
     """Return the order in which a tensor's rows are read, int64 [rows]; None: as they are stored.
 
-    Each key head has its own query, key, values and gates, or beta and decays, one behind the other. The decoder has
+    Each key head has its own query, key, values and gates, or beta and decays, one after the other. The decoder has
     those of all heads together."""
     if not isinstance(sizes, GatedDeltaSizes) or not sizes.paired:
         return None

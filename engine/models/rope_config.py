@@ -26,7 +26,7 @@ class RopeConfig:
     kind: one of SHAPED_KINDS. dim: of the heads, so far as they are paired for rotation. turning: share of these pairs
     that rotate, the first ones. original_max_len: the context before stretching. sections: how many frequencies time,
     height and width turn (M-RoPE); empty: one position turns all. interleaved: the three take turns from the first
-    frequency on, and time has the rest; else their frequencies lie one behind the other. The other fields belong to the
+    frequency on, and time has the rest; else their frequencies lie one after the other. The other fields belong to the
     kinds that name them, with Hugging Face's meanings and defaults."""
 
     theta: float

@@ -107,7 +107,7 @@ def packed(call: Call, numbers: Numbers | None = None) -> bytes:
 
 @torch.inference_mode()
 def follow(part: RankWorker, kv: torch.Tensor, receive: Receive) -> None:
-    """Execute the calls of rank 0 on the pool `kv` until `hear` raises.
+    """Execute the calls of rank 0 on the pool `kv` until `receive` raises.
 
     `kv` is the whole pool where the ranks share it, else this rank's own."""
     kv = part.of_pool(kv)

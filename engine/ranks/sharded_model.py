@@ -27,7 +27,7 @@ class ShardedModel(Model):
 
     Raises DeviceLost for any failure on the way, and on every later call: the ranks' states may differ by then.
 
-    own: state of rank 0; tell: sends a message to the other ranks, in order."""
+    own: state of rank 0; send: sends a message to the other ranks, in order."""
 
     resumable = True
     fed_by_host = True

@@ -52,7 +52,7 @@ def _boxes(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _after_tags(data: bytes) -> int:
-    """Return the place behind the tags at the beginning of an MP3 file."""
+    """Return the place after the tags at the beginning of an MP3 file."""
     at = 0
     while data[at : at + 3] == b"ID3" and at + _ID3_HEADER <= len(data):
         size = 0

@@ -25,7 +25,7 @@ class DecodingRules:
         self._forbidden_first = torch.tensor(config.suppressed_first, dtype=torch.int64, device=device)
 
     def apply(self, logits: torch.Tensor, written: Sequence[Sequence[int]]) -> None:
-        """Mask float32 logits [n, vocabulary] in place. written: tokens of each row behind its prompt."""
+        """Mask float32 logits [n, vocabulary] in place. written: tokens of each row after its prompt."""
         first_time = self._tokens.timestamps
         logits.index_fill_(1, self._forbidden, _BANNED)
         for row, tokens in zip(logits, written, strict=True):

@@ -160,7 +160,7 @@ class Transcriber:
     def _segment(
         self, part: Cut, decoded: Decoded, temperature: float, seek: int, frames: int, words: Sequence[Word]
     ) -> Segment:
-        """Return a segment; the model may write times in the silence that fills the last window, behind the audio."""
+        """Return a segment; the model may write times in the silence that fills the last window, after the audio."""
         offset, length, self._count = seek / FRAMES_PER_S, frames / FRAMES_PER_S, self._count + 1
         return Segment(
             id=self._count - 1,

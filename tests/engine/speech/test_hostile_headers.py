@@ -79,7 +79,7 @@ def test_hours_of_silence_in_a_clip_are_refused_early(name: str) -> None:
     blind = data.replace(data[18:26], data[18:21] + b"\xf0" + bytes(4), 1) if name == "flac" else data
     before = peak_mib()
     for each in (data, blind):
-        with pytest.raises(InvalidRequest, match=r"must not be longer than 5 s \(what this model hears at once\)"):
+        with pytest.raises(InvalidRequest, match=r"must not be longer than 5 s \(this model's limit\)"):
             clip(each, "messages[0]", 5.0)
     assert peak_mib() - before < MOST_MIB
 
