@@ -62,7 +62,7 @@ class PoolingConfig:
         return len(self.labels) == 1
 
     @property
-    def message(self) -> str:
+    def description(self) -> str:
         """Return a description of the kind of model, for errors."""
         if self.kind == "generate":
             return "it is a decoder, which generates and embeds"

@@ -52,7 +52,7 @@ def kept_digest(path: Path) -> Path | None:
     if state.st_size <= _SMALL_BYTES:
         return None
     version = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.folder() / ".cache") / "kvferry" / "digests"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry" / "digests"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat()

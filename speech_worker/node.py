@@ -45,7 +45,7 @@ class SpeechNode:
         self.loaded: SpeechRuntime | None = None
 
     async def run(self, stop: StopSignal) -> bool:
-        """Load, join, serve until a stop is requested, drain; return False if a thread ended or hangs. Raises ConfigError."""
+        """Load, join, serve until stopped, drain; return False if a thread ended or hangs. Raises ConfigError."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         self.address.start()
         stopping = asyncio.create_task(stop.requested.wait())

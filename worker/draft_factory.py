@@ -52,7 +52,7 @@ def make_draft(
     prefix_caching: bool,
     chunk: int,
     vocab_size: int,
-    shift: CoreTurns | None,
+    core_turns: CoreTurns | None,
 ) -> DraftModel | None:
     """Build the draft model with its own KV pool; None without a draft model.
 
@@ -62,4 +62,4 @@ def make_draft(
     runner = Runner(model, make_pool(layout, num_blocks, model.device), layout.block_size)
     log.info("draft model %s, %.2f GiB of KV blocks", model.info.name, num_blocks * layout.block_bytes / GIB)
     pool = BlockPool(num_blocks, Ledger(num_blocks), prefix_caching=prefix_caching)
-    return DraftModel(runner, pool, chunk, vocab_size, shift or CoreTurns())
+    return DraftModel(runner, pool, chunk, vocab_size, core_turns or CoreTurns())

@@ -50,7 +50,7 @@ def embedding_work(pool: ServedModel, dimensions: int | None = None, normalize: 
     """Return the work for the nodes; raise InvalidRequest if the model has no vectors of this length."""
     task = pool.text.task
     if task.kind in ("classify", "transcribe"):
-        raise InvalidRequest(f"the model {pool.name!r} does not embed: {task.told}", param="model")
+        raise InvalidRequest(f"the model {pool.name!r} does not embed: {task.description}", param="model")
     if dimensions is not None and task.width and dimensions > task.width:
         raise InvalidRequest(
             f"dimensions must be at most {task.width}, the length of this model's vectors, got {dimensions}",

@@ -118,7 +118,7 @@ async def classify(pool: ServedModel, admitted: AdmittedRequest, body: ClassifyB
     """Classify texts; raise InvalidRequest, or the error of a dispatch."""
     task = pool.text.task
     if task.kind != "classify":
-        raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.told}", param="model")
+        raise InvalidRequest(f"the model {pool.name!r} does not classify: {task.description}", param="model")
     prompts = await encoded(pool, body.input, "input", body.truncate_prompt_tokens)
     readings = PoolingOutputs(pool, admitted, prompts, [Classify()] * len(prompts), body.cache_salt)
     data = []
@@ -139,7 +139,7 @@ async def _scores(
     """Return the score of each pair; `fields` name both texts in errors."""
     task = pool.text.task
     if task.kind == "classify" and not task.scores_pairs:
-        raise InvalidRequest(f"the model {pool.name!r} does not score pairs: {task.told}", param="model")
+        raise InvalidRequest(f"the model {pool.name!r} does not score pairs: {task.description}", param="model")
     if task.kind != "classify":
         return await _cosines(pool, admitted, pairs, body, fields)
     found = await encoded_pairs(pool, pairs, fields[1], body.truncate_prompt_tokens)
