@@ -81,7 +81,7 @@ def always_worth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def eager(patch: pytest.MonkeyPatch) -> None:
     """Draft whatever it takes: with toy models seconds tell nothing."""
-    patch.setattr(drafter, "worth", lambda streams, count, step, pass_: ([most for _, most in streams], 1.0))
+    patch.setattr(drafter, "best_counts", lambda streams, count, step, pass_: ([most for _, most in streams], 1.0))
     patch.setattr(drafter, "DEBT_S", 1e9)
     patch.setattr(
         "kvferry.engine.speculation.Speculation._counts",

@@ -178,7 +178,7 @@ def test_what_is_urgent_is_told_to_the_runner_at_once(
 ) -> None:
     engine, loop, _ = running
     told = threading.Event()
-    monkeypatch.setattr(engine.runner, "hurry", told.set)
+    monkeypatch.setattr(engine.runner, "mark_urgent", told.set)
     begin(loop, make_job("a", [1, 2, 3]))
     assert held.begun.wait(10)
     loop.submit(lambda engine: None)

@@ -76,7 +76,7 @@ def virtual(world: Any) -> Iterator[None]:
             patch.object(
                 IndexWriter.__init__, "__kwdefaults__", {**IndexWriter.__init__.__kwdefaults__, "flush_s": 0.5}
             ),
-            patch.object(replication, "LEAST", 1),
+            patch.object(replication, "MIN_BLOCKS", 1),
             patch.object(fetching, "MIN_GAIN_S", -LOSS_S),
             patch.object(ModelCluster, "place", ModelCluster.place if world.plan.seed % 2 else _away),
             patch.object(secrets, "token_hex", lambda count: f"{next(names):x}"),
