@@ -199,10 +199,9 @@ class ValueEviction:
 
     def check(self, block_id: int, *, leaf: bool) -> None:
         """Assert that the block may be evicted if and only if it is idle and a leaf."""
-        chain, expected = self._chains[block_id], leaf and block_id in self._idle
-        assert expected == (chain is not None and chain.queued and block_id in chain.leaves), (
-            f"block {block_id} is stuck"
-        )
+        chain = self._chains[block_id]
+        queued = chain is not None and chain.queued and block_id in chain.leaves
+        assert queued == (leaf and block_id in self._idle), f"block {block_id} is stuck"
 
     def _returned_late(self, now: float, hashes: Sequence[bytes]) -> Iterator[IdleChain]:
         """Count evicted blocks that are needed again, and yield the chain of each."""

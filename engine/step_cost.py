@@ -11,9 +11,7 @@ NOISE = 1 / 3
 
 Steps of equal rows differ by about a tenth of their time, and the assumption is wrong by some three tenths."""
 NEAR, FADE = 1 / 8, 0.001
-"""NEAR: deviation from the mean number of rows, as a share of it, below which a step does not show a row's cost.
-
-FADE: share by which the learned cost then fades."""
+"""Deviation from the mean rows, as a share, below which a step shows no row's cost; share of it that then fades."""
 OUTLIER, MAX_OUTLIERS = 4.0, 8
 """A step that takes OUTLIER times its predicted time is counted at the prediction, for MAX_OUTLIERS steps.
 

@@ -20,8 +20,8 @@ class AudioFamily(MediaFamily):
     def __init__(self, tower: Tower, token: str) -> None:
         super().__init__(tower, token, token)
         if tower.processor.sampling_rate != RATE:
-            problem = f"the audio tower takes {tower.processor.sampling_rate} samples a second; only {RATE} work"
-            raise ConfigError(problem, param="model")
+            text = f"the audio tower takes {tower.processor.sampling_rate} samples a second; only {RATE} are supported"
+            raise ConfigError(text, param="model")
 
     @abstractmethod
     def tokens(self, samples: int) -> int:

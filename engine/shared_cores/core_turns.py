@@ -83,9 +83,8 @@ class CoreTurns:
     def _should_yield(self, cores: SharedCores, held_s: float) -> bool:
         if held_s <= MIN_TURN_S:
             return False
-        return (held_s > self._turn_s - self._waited_s and cores.contended()) or (
-            not self._urgent and cores.is_urgent()
-        )
+        turn_over = held_s > self._turn_s - self._waited_s
+        return (turn_over and cores.contended()) or (not self._urgent and cores.is_urgent())
 
     def _acquire(self, cores: SharedCores) -> None:
         """Take the cores; after a wait that timed out, do not wait again until they were free once."""

@@ -67,10 +67,8 @@ class ServedModel:
         """Return the first sequence of each of the body's prompts; raise InvalidRequest naming the field.
 
         `size` is the body's size in bytes; long ones are processed on another thread."""
-        if self.text.task.kind != "generate":
-            raise InvalidRequest(
-                f"the model {self.name!r} does not generate: {self.text.task.description}", param="model"
-            )
+        if (task := self.text.task).kind != "generate":
+            raise InvalidRequest(f"the model {self.name!r} does not generate: {task.description}", param="model")
         if (chat := body.media_chat(self.text)) is not None:
             if body.truncate_prompt_tokens is not None:
                 field = "truncate_prompt_tokens"
