@@ -218,8 +218,8 @@ class Attempt:
                 return
             await self._client.prefill(lease, PrefillRequest(self.job, decode.target if decode else None), self._answer)
         except Exception as error:
-            told = known(error, lease)
-            (self._unreachable if isinstance(told, NodeLost) else self._reported)(told, lease)
+            reported = known(error, lease)
+            (self._unreachable if isinstance(reported, NodeLost) else self._reported)(reported, lease)
             return
         if not self._prefilled:
             self._unreachable(NodeLost(f"{lease.node_id} ended its response early"), lease)

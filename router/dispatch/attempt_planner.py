@@ -44,7 +44,7 @@ class AttemptPlanner:
         leave: Callable[[], None],
         wake: Callable[[None], None],
     ) -> None:
-        self.patience, self.failures = Backoff(context.patience_s), 0
+        self.backoff, self.failures = Backoff(context.patience_s), 0
         self._spec, self._context, self._delivered = spec, context, delivered
         has_part = spec.call.is_background or spec.call.has_targets
         self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None
@@ -93,8 +93,8 @@ class AttemptPlanner:
                 or (isinstance(error, Overloaded) and not self._context.held.takes(self))
             ):
                 raise
-            if self.patience.over(left_s):
-                raise self._hopeless(error) from self._failure
+            if self.backoff.over(left_s):
+                raise self._final_error(error) from self._failure
             if not self._unpaid:
                 self._retry_policy.forgive()
             self._context.held.enter(self, demand.total_len)
@@ -138,10 +138,10 @@ class AttemptPlanner:
             return self._context.place(moves, reuse, self._context.model.of(leaving.decode.fingerprint))
         return None
 
-    def goes_to(self, nodes: Collection[NodeKey]) -> None:
+    def runs_on(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
         if self._targets is not None:
-            self._targets.goes_to(nodes)
+            self._targets.runs_on(nodes)
         if self._suspect.losses:
             self._context.deaths.move(self._suspect, nodes)
 
@@ -153,17 +153,17 @@ class AttemptPlanner:
         culprit = node_key(failure.culprits[0])
         if died:
             self._context.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
-        self.goes_to(others)
+        self.runs_on(others)
         self.failures += 1
         self._failure, self._unpaid = failure.error, not died and not self._delivered
         prefills = self._context.able("prefill", culprit, self._spec.adapter, self.fingerprint)
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
-    def got_on(self) -> None:
+    def record_progress(self) -> None:
         """Record progress: tokens arrived; called for every output."""
-        if self._failure is None and not self.patience.waiting:
+        if self._failure is None and not self.backoff.waiting:
             return
-        self.patience.rest()
+        self.backoff.reset()
         if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
             self._context.deaths.clear(self._suspect)
 
@@ -231,7 +231,7 @@ class AttemptPlanner:
             raise Overloaded("the retry budget is exhausted", retry_after=1.0)
         self._unpaid = False
 
-    def _hopeless(self, error: KvferryError) -> KvferryError:
+    def _final_error(self, error: KvferryError) -> KvferryError:
         if isinstance(self._failure, GrantRefused | Overloaded):
             return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
         if isinstance(error, NoNodes) and self.fingerprint and any(map(self._is_other, self._context.model.groups)):

@@ -36,7 +36,7 @@ class DispatchContext(Protocol):
     retries       budget for retries of requests without a first token
     hedges        budget for hedged attempts
     request_log   recent requests and events for the dashboard
-    displacement  requests with targets, and patient ones that give way to them
+    displacement  requests with targets, and patient ones that they preempt
     session_notes  notes about sessions for nodes
     canary        choice of the groups that a new request goes to; None: any
     """
@@ -88,7 +88,7 @@ class DispatchContext(Protocol):
 
         fingerprint: the one they must have; empty: any."""
 
-    def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
+    def account(self, reported: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Return the node's account of the prompt's tokens if it adds up, else one without reuse."""
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:

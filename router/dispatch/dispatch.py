@@ -48,10 +48,10 @@ class RequestDispatch:
         self._hedged, self._prediction = HedgedAttempts(), ReuseAccount(context)
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
-        self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._give_way, self._inbox.post)
+        self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._preempt, self._inbox.post)
         self.calls_tools = partial(context.session_notes.calls_tools, self._planner.keepers, self._wire_id)
         self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
-        self._migration = Migration(self._hedged, self._planner, context, self._sink.hear)
+        self._migration = Migration(self._hedged, self._planner, context, self._sink.receive)
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
         self._attempts, self._outcome, self._over = 0, "", False
@@ -133,7 +133,7 @@ class RequestDispatch:
         assert self._timers
         reuse = await self._planner.reuse()
         while (placement := self._planner.place(reuse, self._timers.left_s)) is None:
-            self._timers.pause(self._planner.patience.pause_s(), self._inbox.post)
+            self._timers.pause(self._planner.backoff.pause_s(), self._inbox.post)
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -148,38 +148,38 @@ class RequestDispatch:
 
         def is_due() -> bool:
             is_late = self._timers is not None and self._timers.late and not self._inbox
-            return not self._over and self._migration.goes_to is None and (is_late or not late)
+            return not self._over and self._migration.target is None and (is_late or not late)
 
         if (hedge := await self._hedge_policy.plan(is_due, late=late)) is not None:
             self._retried(hedge.kind, hedge.nodes, hedge.reason)
             self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
         elif late and self._timers and self._hedge_policy.waits_for_room:
-            self._timers.look_again()
+            self._timers.repeat_late()
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._timers and self._record  # noqa: PT018
         job = self._job(name, placement)
         self._prediction.began(job.attempt, placement)
         hashes = self._planner.hashes(placement.prefill or placement.decode)
-        self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
+        self._hedged.enter(self._context.launch(job, placement, self._sink.receive, hashes=hashes))
         self._attempts += 1
         if not self.route or self._attempts == 1:
             self._record.sent(placement)
         self._timers.expect(inf if len(self._hedged.runners) > 1 else self._hedge_policy.late_s(placement))
-        self._planner.goes_to(self._hedged.nodes)
+        self._planner.runs_on(self._hedged.nodes)
 
     def _job(self, name: str, placement: Placement) -> Job:
         """Build the job of the next attempt."""
         assert self._timers
-        told = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
-        return jobs.job(self._spec, name, self._attempts, *told, placement, self._planner.failures)
+        state = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
+        return jobs.job(self._spec, name, self._attempts, *state, placement, self._planner.failures)
 
     async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""
         leaves = self._hedged.leader.placement.decode if self._hedged.leader else None
         if await self._migration.begin(number, self._job):
             self._attempts += 1
-            self._retried("move", (leaves, self._migration.goes_to), "its node drains")
+            self._retried("move", (leaves, self._migration.target), "its node drains")
 
     def _fail(self, failure: Failure) -> None:
         """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
@@ -193,20 +193,20 @@ class RequestDispatch:
         self._retried(step, failure.culprits, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
 
-    def _give_way(self) -> None:
+    def _preempt(self) -> None:
         """Free the nodes for a request with targets; this one continues later, after its delivered tokens."""
         self._migration.end()
         self._retried("displaced", self._hedged.clear(), "a request with targets takes its place")
-        self._planner.goes_to(self._hedged.nodes)
+        self._planner.runs_on(self._hedged.nodes)
 
-    def _retried(self, step: str, nodes: Iterable[NodeLease | None], told: str) -> None:
+    def _retried(self, step: str, nodes: Iterable[NodeLease | None], detail: str) -> None:
         self._context.metrics.retried(step)
-        self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], told)
+        self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], detail)
 
     def _output(self, delta: TokenDelta) -> Output:
         assert self._timers
         self._timers.progressed()
-        self._planner.got_on()
+        self._planner.record_progress()
         if self.route is None:
             self._take_route(delta)
         if delta.finish_reason is not None:

@@ -24,11 +24,11 @@ from kvferry.router.nodes.node_entry import node_key
 
 log = logging.getLogger(__name__)
 
-LATE, LATE_S = 3.0, 1.0
-"""An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
+LATE_FACTOR, MIN_LATE_S = 3.0, 1.0
+"""Multiple of its expected time to first token after which an attempt is late, and the minimum of that in seconds."""
 GRANT_S = 2.0
 """Seconds for which a request waits for room on a crowded decode node before it looks for another one with room."""
-MAX_LEFT = 2
+MAX_NODES_LEFT = 2
 """Maximum number of crowded decode nodes that one request leaves, since it loses its place in each queue."""
 
 
@@ -36,13 +36,13 @@ def late_s(placement: Placement) -> float:
     """Return the seconds after which an attempt on this placement is late with its first token.
 
     For the decode node's first token after it see `ship_late_s`."""
-    return max(LATE_S, LATE * placement.first_token_s)
+    return max(MIN_LATE_S, LATE_FACTOR * placement.first_token_s)
 
 
 def ship_late_s(placement: Placement) -> float:
     """Return the seconds, from the prefill node's token on, after which the decode node's first token is late."""
     step_s = placement.decode.rates.step_s if placement.decode else 0.0
-    return max(LATE_S, LATE * (placement.first_token_s + step_s))
+    return max(MIN_LATE_S, LATE_FACTOR * (placement.first_token_s + step_s))
 
 
 class HedgedAttempts:
@@ -164,7 +164,7 @@ class HedgePolicy:
         return self._is_crowded(first.placement)
 
     def late_s(self, placement: Placement) -> float:
-        """Return the seconds after which to look at an attempt on this placement: it is late, or may wait for room."""
+        """Return the seconds after which to check an attempt on this placement: it is late, or may wait for room."""
         usual_s = late_s(placement)
         return min(usual_s, GRANT_S) if usual_s > GRANT_S and self._is_crowded(placement) else usual_s
 
@@ -172,16 +172,16 @@ class HedgePolicy:
         """End an attempt that waits for room and return one on a decode node that has room; None if there is none."""
         tokens = len(first.job.token_ids) + 1
 
-        def roomless() -> set[NodeKey]:
+        def full_nodes() -> set[NodeKey]:
             return {view.key for view in self._context.model.capacity.views.values() if not _has_room(view, tokens)}
 
         decodes = {entry.key for entry in self._context.model.members if entry.lease.role == "decode"}
-        if self._left_nodes >= MAX_LEFT or decodes <= roomless():
+        if self._left_nodes >= MAX_NODES_LEFT or decodes <= full_nodes():
             return None
         reuse = await self._planner.reuse()
         if first is not self._hedged.leader or not is_due() or not self.waits_for_room:
             return None
-        if (placement := self._planner.elsewhere([roomless()], reuse)) is None:
+        if (placement := self._planner.elsewhere([full_nodes()], reuse)) is None:
             return None
         self._left_nodes += 1
         nodes = [node for node in (first.placement.decode,) if node]

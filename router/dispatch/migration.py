@@ -42,7 +42,7 @@ class Migration:
         return self._successor is not None and self._successor.job.attempt == number
 
     @property
-    def goes_to(self) -> NodeLease | None:
+    def target(self) -> NodeLease | None:
         """Return the node on which the successor is to continue, if the stream moves now."""
         return self._successor.placement.decode if self._successor else None
 
@@ -83,7 +83,7 @@ class Migration:
         if isinstance(failure.error, Moved) and failure.error.later == successor.job.attempt:
             self._successor, self._failed = None, 0
             self._hedged.succeed(failure.attempt, successor)
-            self._planner.goes_to(self._hedged.nodes)
+            self._planner.runs_on(self._hedged.nodes)
             successor.inherit()
             return True
         self.end()

@@ -86,7 +86,7 @@ class ModelCluster:
     def start(self, spec: RequestSpec) -> RequestDispatch:
         """Return a dispatch, idle until its first iteration; raise Overloaded if nodes and queue are full."""
         room = self.model.capacity  # maintained sums: the cost does not grow with the number of nodes
-        if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
+        if not self.held.has_room and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
             if isinstance(refusal, Overloaded):
                 raise refusal
@@ -146,11 +146,11 @@ class ModelCluster:
         if suspects or any(shut):
             nodes = demand.excluded | (shut.nodes | suspects) - {demand.pinned}
             broken = demand.broken | shut.pairs
-            wary = [(replaced(each, excluded=nodes, broken=broken), views) for each, views in sides]
+            avoiding = [(replaced(each, excluded=nodes, broken=broken), views) for each, views in sides]
             if demand.source:
-                return place_among(wary)
+                return place_among(avoiding)
             with contextlib.suppress(NoNodes, Overloaded, ContextLengthExceeded):
-                return place_among(wary)
+                return place_among(avoiding)
         return place_among(sides)
 
     def _side(self, demand: Demand, group: FingerprintGroup, held: Mapping[str, int]) -> tuple[Demand, list[NodeView]]:
@@ -197,18 +197,18 @@ class ModelCluster:
             waited_s, last.first_token_s, reuse.cached_len, predicted,
         )  # fmt: skip
 
-    def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
+    def account(self, reported: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Return the origin of the prompt's tokens as `node` reported it.
 
         A wrong account fails no request: it is logged, counted and, like a missing one, replaced by one without reuse.
         """
         length = len(job.token_ids)
-        if told is not None and told.balanced and told.prompt_len == length:
-            return told
-        if told is not None:
+        if reported is not None and reported.balanced and reported.prompt_len == length:
+            return reported
+        if reported is not None:
             self.metrics.account_violations.inc()
             name = node and node.node_id
-            log.error("%s: wrong reuse accounting of %d tokens from %s: %s", job.request_id, length, name, told)
+            log.error("%s: wrong reuse accounting of %d tokens from %s: %s", job.request_id, length, name, reported)
         return Reuse(length, computed=length)
 
     def _shut(self) -> OpenBreakers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_FULL = 64
+MAX_WAITING = 64
 """Largest number of requests that wait in a full cluster; each retries placement a few times a second."""
 
 
@@ -20,12 +20,12 @@ class PendingRequests:
 
     def takes(self, who: object) -> bool:
         """Return whether the request may wait, or already waits, in a full cluster."""
-        return who in self._tokens or self.roomy
+        return who in self._tokens or self.has_room
 
     @property
-    def roomy(self) -> bool:
+    def has_room(self) -> bool:
         """Return whether another request may wait."""
-        return len(self._tokens) < MOST_FULL
+        return len(self._tokens) < MAX_WAITING
 
     def leave(self, who: object) -> None:
         """Remove the request if it waits."""

@@ -20,10 +20,10 @@ CLEARED_TOKENS = 4
 """Tokens beyond the position of a node's death that clear a request.
 
 Several are needed because tokens may have been computed and lost with the process."""
-MOST_ALIKE = 2
-"""Deaths at one phase that convict a request, and total deaths that separate it from all other suspects."""
-MOST_LOSSES = 3
-"""Total deaths that convict a request."""
+MAX_PHASE_DEATHS = 2
+"""Number of node deaths in one phase that convict a request; as a total it bars sharing a node with suspects."""
+MAX_LOSSES = 3
+"""Total number of node deaths that convict a request."""
 DOUBT_S = 0.5
 """Placement cost of sharing a node with a suspect, in seconds."""
 MEMORY_S = 10.0
@@ -50,9 +50,9 @@ class Suspect:
         return self.losses > 0 and delivered >= self.delivered + CLEARED_TOKENS
 
     @property
-    def damned(self) -> bool:
+    def is_poison(self) -> bool:
         """Return whether the request is convicted if it was alone with its last death."""
-        return self.losses >= MOST_LOSSES or max(self.works.values(), default=0) >= MOST_ALIKE
+        return self.losses >= MAX_LOSSES or max(self.works.values(), default=0) >= MAX_PHASE_DEATHS
 
 
 class PoisonRequests:
@@ -90,7 +90,7 @@ class PoisonRequests:
         for work in works:
             suspect.works[work] = suspect.works.get(work, 0) + 1
         suspect.delivered = delivered
-        if suspect.damned and not there - {suspect}:
+        if suspect.is_poison and not there - {suspect}:
             raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not retried")
 
     def doubts(self, suspect: Suspect) -> Mapping[NodeKey, float]:
@@ -102,11 +102,11 @@ class PoisonRequests:
         """Return the nodes on which the request may not run."""
         if not suspect.losses:
             return set()
-        worst = suspect.losses >= MOST_ALIKE
+        worst = suspect.losses >= MAX_PHASE_DEATHS
         return {
             node
             for node, there in self._there.items()
-            if any(worst or other.losses >= MOST_ALIKE for other in there if other is not suspect)
+            if any(worst or other.losses >= MAX_PHASE_DEATHS for other in there if other is not suspect)
         }
 
     def _suspects(self, node: NodeKey) -> frozenset[Suspect]:

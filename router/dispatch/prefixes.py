@@ -15,11 +15,11 @@ from kvferry.router.nodes.checkpoints import Checkpoints
 
 log = logging.getLogger(__name__)
 
-MOST_REMEMBERED = 1 << 16
+MAX_REMEMBERED = 1 << 16
 """Largest number of blocks remembered."""
-MOST_NODES = 8
+MAX_NODES = 8
 """Largest number of nodes remembered per block."""
-TELL_S = 10.0
+LOG_INTERVAL_S = 10.0
 """Shortest time between two log lines about the index, in seconds."""
 DOUBT_S = 5.0
 """Time after an index outage in which the router also uses its own memory, in seconds.
@@ -43,7 +43,7 @@ class Remembered:
     Holds at most `most` blocks; the older half is dropped at once. Evictions on the nodes are not tracked: a node
     computes an evicted block again."""
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._half = most // 2
         self._young: dict[bytes, tuple[NodeKey, ...]] = {}
         self._old: dict[bytes, tuple[NodeKey, ...]] = {}
@@ -63,7 +63,7 @@ class Remembered:
                 self._young.update(dict.fromkeys(blocks[place:], nodes))
                 break
             if known is not before:  # neighbouring blocks share one tuple
-                before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MOST_NODES]
+                before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MAX_NODES]
             self._young[block] = merged
 
     def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
@@ -95,7 +95,7 @@ class Prefixes:
     ) -> None:
         self._lookup, self._metrics, self._limit_s, self._clock = lookup, metrics, limit_s, clock
         self._remembered = Remembered()
-        self._told, self._told_at = True, -math.inf
+        self._was_up, self._logged_at = True, -math.inf
         self._doubted_until = -math.inf
         self.note = self._remembered.note
 
@@ -106,7 +106,7 @@ class Prefixes:
 
         Skips the index if not `up`. states: of a model with recurrent layers, whose prefixes are reused only up to a
         checkpoint; it costs one more lookup."""
-        found = await self._asked(hashes, nodes, states) if up else None
+        found = await self._indexed(hashes, nodes, states) if up else None
         now = self._clock()
         if found is None:
             self._doubted_until = now + DOUBT_S
@@ -116,7 +116,7 @@ class Prefixes:
                 held[node_id] = max(length, held.get(node_id, 0))
         return held
 
-    async def _asked(
+    async def _indexed(
         self, hashes: Sequence[bytes], nodes: Mapping[str, int], states: Checkpoints | None
     ) -> dict[str, int] | None:
         """Ask the index; None if it does not answer in time."""
@@ -130,16 +130,16 @@ class Prefixes:
                     holders = await self._lookup.holders(rows, {name: nodes[name] for name in held})
                     held = states.covered(held, places, holders)
         except Exception as error:
-            self._tell(False, f"block index does not answer, placing by load and remembered prefixes: {error!r}")
+            self._log_change(False, f"block index does not answer, placing by load and remembered prefixes: {error!r}")
             return None
         finally:
             self._metrics.index_seconds.observe(time.perf_counter() - began)
-        self._tell(True, "block index answers again")
+        self._log_change(True, "block index answers again")
         return held
 
-    def _tell(self, answers: bool, text: str) -> None:
-        """Log a change of the index's state, at most once every TELL_S seconds: it may change with each request."""
+    def _log_change(self, answers: bool, text: str) -> None:
+        """Log a change of the index's state, at most once in LOG_INTERVAL_S, since it may change with each request."""
         now = self._clock()
-        if answers != self._told and now >= self._told_at + TELL_S:
+        if answers != self._was_up and now >= self._logged_at + LOG_INTERVAL_S:
             log.log(logging.INFO if answers else logging.WARNING, text)
-            self._told, self._told_at = answers, now
+            self._was_up, self._logged_at = answers, now

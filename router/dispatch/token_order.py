@@ -23,7 +23,7 @@ class OrderedTokens:
         """Drop early deltas of the previous attempt."""
         self._early.clear()
 
-    def goes_on(self, delta: TokenDelta) -> bool:
+    def take_next(self, delta: TokenDelta) -> bool:
         """Take a delta if it directly continues the delivered tokens and is not the last; return whether it did."""
         if not 0 < len(self.tokens) == delta.index or delta.finish_reason is not None or self._early:
             return False

@@ -21,7 +21,7 @@ from kvferry.protocol.lease import Load
 from kvferry.protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch import pending_requests
-from kvferry.router.dispatch.prefixes import TELL_S
+from kvferry.router.dispatch.prefixes import LOG_INTERVAL_S
 from tests.fake_workers import (
     BLOCK,
     PROMPT,
@@ -179,8 +179,8 @@ async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptur
             assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
         assert asyncio.get_running_loop().time() - began < 2
         asked._lookup = index
-        for since_s in (0.0, -TELL_S):
-            asked._told_at += since_s
+        for since_s in (0.0, -LOG_INTERVAL_S):
+            asked._logged_at += since_s
             for _ in range(3):
                 await collect(bench.start(3))
             assert ["block index" in message for message in caplog.messages].count(True) == (2 if since_s else 1)
@@ -214,7 +214,7 @@ async def test_full_decode_nodes_refuse_with_a_time(monkeypatch) -> None:
             await collect(bench.start(4))
         assert caught.value.retry_after >= 1
         assert bench.cluster.held.requests == 0
-        monkeypatch.setattr(pending_requests, "MOST_FULL", 0)
+        monkeypatch.setattr(pending_requests, "MAX_WAITING", 0)
         with pytest.raises(Overloaded):
             bench.start(4)
 

@@ -36,7 +36,7 @@ class Heard:
         """Whether an event that is heard while the reader waits wakes it."""
         reader = asyncio.create_task(self.mail.next())
         await asyncio.sleep(0)
-        self.listening.hear(event)
+        self.listening.receive(event)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         reader.cancel()
@@ -73,8 +73,8 @@ async def test_all_else_goes_by_the_mail(heard: Heard, event: Any) -> None:
 
 
 async def test_what_comes_while_nobody_waits_keeps_its_order(heard: Heard) -> None:
-    heard.listening.hear(NEXT)
-    heard.listening.hear(replace(NEXT, index=3))
+    heard.listening.receive(NEXT)
+    heard.listening.receive(replace(NEXT, index=3))
     assert heard.outputs == []
     assert [(await heard.mail.next()).index for _ in range(2)] == [1, 3]
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("hasty")
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 0.2)
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -262,7 +262,7 @@ async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time(
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
         monkeypatch.setattr(bench.nodes.breakers, "late", lambda place, *, ships: None)
-        monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 1.0)
+        monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 1.0)
         answer = asyncio.create_task(collect(bench.start(6, deadline_s=deadline_s)))
         await until(lambda: bench["p1"].prefills and not bench["p1"].answering)
         assert (("p1", 1) in bench.nodes.breakers.open().nodes) == blamed

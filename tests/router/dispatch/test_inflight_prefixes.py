@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.router.dispatch.inflight_prefixes import LOOKED_AT, InflightPrefixes
+from kvferry.router.dispatch.inflight_prefixes import MAX_COMPARED, InflightPrefixes
 from tests.fake_workers import PROMPT, Bench, collect, decode, prefill, until
 
 ABC = (b"a", b"b", b"c")
@@ -40,7 +40,7 @@ def test_what_is_over_leaves_nothing_behind() -> None:
 def test_of_many_the_last_ones_are_looked_at() -> None:
     inflight_prefixes = InflightPrefixes()
     inflight_prefixes.sent(ABC, ("first", 1))
-    for _ in range(LOOKED_AT):
+    for _ in range(MAX_COMPARED):
         inflight_prefixes.sent(ABC, ("p", 1))
     assert inflight_prefixes.held(ABC, {"first": 1, "p": 1}) == {"p": 3}
 

@@ -203,7 +203,7 @@ async def test_forks_stay_with_the_version_of_the_first() -> None:
 
 
 async def test_a_hedge_may_go_to_the_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 0.2)
 
     async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         yield SILENCE

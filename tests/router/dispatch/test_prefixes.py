@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.dispatch.prefixes import DOUBT_S, MOST_NODES, Prefixes, Remembered
+from kvferry.router.dispatch.prefixes import DOUBT_S, MAX_NODES, Prefixes, Remembered
 from tests.fake_workers import PROMPT, Bench, collect, decode, prefill
 from tests.waiting import until
 
@@ -38,10 +38,10 @@ def test_a_node_that_began_anew_holds_nothing() -> None:
 
 def test_the_nodes_of_a_block_are_bounded_and_the_last_ones_stay() -> None:
     known = Remembered()
-    for epoch in range(3 * MOST_NODES):
+    for epoch in range(3 * MAX_NODES):
         known.note(HASHES, (A, ("n", epoch)))
-    assert known.held(HASHES[:1], {"a": 1, "n": 3 * MOST_NODES - 1}) == {"a": 1, "n": 1}
-    assert len(known._known(HASHES[0])) == MOST_NODES
+    assert known.held(HASHES[:1], {"a": 1, "n": 3 * MAX_NODES - 1}) == {"a": 1, "n": 1}
+    assert len(known._known(HASHES[0])) == MAX_NODES
 
 
 def test_what_is_remembered_is_bounded() -> None:
