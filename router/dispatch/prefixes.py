@@ -40,11 +40,11 @@ class BlockLookup(Protocol):
 class Remembered:
     """Nodes that recently computed a block for this router, latest first.
 
-    Holds at most `most` blocks; the older half is dropped at once. Evictions on the nodes are not tracked: a node
+    Holds at most `max_blocks` blocks; the older half is dropped at once. Evictions on the nodes are not tracked: a node
     computes an evicted block again."""
 
-    def __init__(self, most: int = MAX_REMEMBERED) -> None:
-        self._half = most // 2
+    def __init__(self, max_blocks: int = MAX_REMEMBERED) -> None:
+        self._half = max_blocks // 2
         self._young: dict[bytes, tuple[NodeKey, ...]] = {}
         self._old: dict[bytes, tuple[NodeKey, ...]] = {}
 

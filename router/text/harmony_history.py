@@ -18,8 +18,8 @@ _USER, _DEVELOPER = "<|start|>user<|message|>", "<|start|>developer<|message|># 
 def channelled(messages: Sequence[Message], mark: str) -> list[Message]:
     """Return the messages, whose content is text, in the template's form; `mark` begins later instructions."""
     begun = next((place for place, each in enumerate(messages) if each.get("role") not in _INSTRUCTIONS), len(messages))
-    told = [each["content"] for each in messages[:begun]]
-    first = [{"role": "developer", "content": "\n\n".join(filter(None, told))}] if told else []
+    instructions = [each["content"] for each in messages[:begun]]
+    first = [{"role": "developer", "content": "\n\n".join(filter(None, instructions))}] if instructions else []
     return first + list(_turns([_marked(each, mark) for each in messages[begun:]]))
 
 

@@ -104,13 +104,13 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and can fail in any way on unexpected messages
             raise rendering.refused(str(error)) from error
 
-    def render_all(self, asked: Sequence[Rendering]) -> list[str | None]:
+    def render_all(self, renderings: Sequence[Rendering]) -> list[str | None]:
         """Return the texts of several prompts, with one child process at most; None where that failed. Blocks.
 
         Raises ConfigError if the templates do not compile."""
-        texts: list[str | None] = [None] * len(asked)
+        texts: list[str | None] = [None] * len(renderings)
         left: list[int] = []
-        for place, rendering in enumerate(asked):
+        for place, rendering in enumerate(renderings):
             with contextlib.suppress(InvalidRequest):
                 texts[place] = self.render_here(rendering)
                 left += [place] if texts[place] is None else []
@@ -119,7 +119,7 @@ class ChatTemplate:
         with contextlib.ExitStack() as ends:
             child = self._child or ends.enter_context(RenderChild(self.sources, MAX_PROBING_S))
             for place in left:
-                found = child.answer(asked[place].frame)
+                found = child.answer(renderings[place].frame)
                 texts[place] = found[1] if found is not None and found[0] == TEXT else None
         return texts
 

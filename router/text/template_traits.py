@@ -203,7 +203,7 @@ def _variants(sample: Messages, place: int) -> list[Messages]:
     """Return a sample as changed by any rules before `place`, and as changed by all rules from `place` on."""
     found = [sample]
     for rule in RULES[:place]:
-        found += [bent for each in found if (bent := rule.bend(each)) not in found]
+        found += [bent for each in found if (bent := rule.apply(each)) not in found]
     return [*found, adapted(sample, RULES[place:])[0]]
 
 

@@ -100,9 +100,9 @@ class TextModel:
         """Render messages to the prompt's text; blocks, possibly for a child process. given: see `rendering`.
 
         Raises InvalidRequest naming the field."""
-        asked = self.rendering(messages, **given)
+        rendering = self.rendering(messages, **given)
         assert self.template is not None
-        return self.template.render(asked)
+        return self.template.render(rendering)
 
     def rendering(
         self,
@@ -129,22 +129,22 @@ class TextModel:
         self.check(messages, extra)
         traits = template.traits
         shown, tools, mark = self._conversation(template, messages, tools)
-        bent, adaptations = adapted(shown, () if mark or self.strict_templates else self._rules(template))
-        told = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
-        if EFFORT in extra and told[EFFORT] != extra[EFFORT]:
+        adapted_messages, adaptations = adapted(shown, () if mark or self.strict_templates else self._rules(template))
+        thinking = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
+        if EFFORT in extra and thinking[EFFORT] != extra[EFFORT]:
             adaptations = (*adaptations, "reasoning-effort-nearest")
         return Rendering(
             "tool_use" if tools else "plain",
             {
                 **template.special_tokens,
-                **told,
-                "messages": traits.content(bent),
+                **thinking,
+                "messages": traits.content(adapted_messages),
                 **traits.tools(tools),
                 "documents": documents or None,
                 "add_generation_prompt": add_generation_prompt,
             },
             mark,
-            bent[-1]["content"] if continue_final_message else None,
+            adapted_messages[-1]["content"] if continue_final_message else None,
             adaptations=adaptations,
         )
 

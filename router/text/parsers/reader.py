@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.reasoning import ReasoningParser
-from kvferry.router.text.transcript import Found
+from kvferry.router.text.transcript import Parsed
 
 
 class Reader(Protocol):
@@ -24,10 +24,10 @@ class Reader(Protocol):
     def govern(self, marker: str) -> None:
         """Take note that a grammar bounds the output behind the next such marker; see CallParser.govern."""
 
-    def feed(self, text: str) -> list[Found]:
+    def feed(self, text: str) -> list[Parsed]:
         """Parse more text and return the parts found."""
 
-    def finish(self, *, is_whole: bool = False) -> list[Found]:
+    def finish(self, *, is_whole: bool = False) -> list[Parsed]:
         """End the text and return the remaining parts. See CallParser.finish."""
 
 
@@ -52,23 +52,23 @@ class Turn:
         if self._calls is not None:
             self._calls.govern(marker)
 
-    def feed(self, text: str) -> list[Found]:
-        found, reasoning = list[Found](), ""
+    def feed(self, text: str) -> list[Parsed]:
+        found, reasoning = list[Parsed](), ""
         while True:
             if self._thought is not None:
                 before = self._thought.feed(text)
                 text, reasoning = before.text, before.reasoning
             if self._calls is None:
-                return [Found(text, reasoning)]
+                return [Parsed(text, reasoning)]
             found.append(replace(self._calls.feed(text), reasoning=reasoning))
             if not self._calls.paused:
                 return found
             text = self._think_again()
 
-    def finish(self, *, is_whole: bool = False) -> list[Found]:
-        found = list[Found]()
+    def finish(self, *, is_whole: bool = False) -> list[Parsed]:
+        found = list[Parsed]()
         while True:
-            before = Found() if self._thought is None else self._thought.finish()
+            before = Parsed() if self._thought is None else self._thought.finish()
             if self._calls is None:
                 return [before]
             found.append(replace(self._calls.feed(before.text), reasoning=before.reasoning))

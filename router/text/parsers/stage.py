@@ -12,7 +12,7 @@ from kvferry.router.text.parsers import harmony
 from kvferry.router.text.parsers.parsed_output import CallParser, derived_id
 from kvferry.router.text.parsers.reader import Reader, Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
-from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript
+from kvferry.router.text.transcript import CallDelta, Parsed, Piece, Transcript
 
 TAIL = 16
 """Number of tokens at a prompt's end that are searched for a reasoning mark."""
@@ -120,7 +120,7 @@ class Stage:
         if self._name:
             found = [replace(each, calls=tuple(map(self._identified, each.calls))) if each.calls else each
                      for each in found]  # fmt: skip
-        _tell(piece, found)
+        _store(piece, found)
         self._called = self._called or bool(piece.calls)
         if piece.closed and self._called:  # Clients that act on calls must know that the output was cut short.
             piece.finish_reason, piece.stop_reason = "length", None
@@ -136,7 +136,7 @@ class Stage:
         return replace(call, id=derived_id(call.id, self._name, call.index)) if call.id else call
 
 
-def _tell(piece: Piece, found: Sequence[Found]) -> None:
+def _store(piece: Piece, found: Sequence[Parsed]) -> None:
     """Store the parsed parts in the piece."""
     piece.text = "".join(each.text for each in found)
     piece.reasoning = "".join(each.reasoning for each in found)
@@ -177,5 +177,5 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
         prompt_logprobs=first.prompt_logprobs,
         closed=last.closed,
     )
-    _tell(joined, [found for piece in pieces for found in piece.row])
+    _store(joined, [found for piece in pieces for found in piece.row])
     return joined

@@ -45,7 +45,7 @@ def test_the_nodes_of_a_block_are_bounded_and_the_last_ones_stay() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = Remembered(most=40)
+    known = Remembered(max_blocks=40)
     for n in range(100):
         known.note([bytes([n, m]) * 8 for m in range(7)], (A,))
         assert len(known) <= 40
@@ -56,7 +56,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_long_prompt_that_comes_again_drives_nothing_out() -> None:
-    known = Remembered(most=40)
+    known = Remembered(max_blocks=40)
     known.note([b"x" * 16], (B,))
     for _ in range(3):
         known.note(HASHES + OTHER[4:], (A,))

@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_DEPTH = 50
 """Largest nesting depth, since the reader is recursive."""
-FOLLOWING = 80
+MAX_BLANKS = 80
 """Blanks after a string that may precede the sign by which its end is known, in characters."""
 _NUMBER = re.compile(r"[+-]?\d{1,400}(?:\.\d{1,400})?(?:[eE][+-]?\d{1,3})?(?![\w.])")
 _WORD = re.compile(r"[\w.-]{1,256}")
@@ -38,8 +38,8 @@ class Quotes:
         _, close, escaped = opened
         at = max(at, start)
         while (found := text.find(close, at)) >= 0:
-            weak = len(close) == 1 and not _follows_string(text, found + 1)
-            if not (_is_escaped(text, start, found) if escaped else weak):
+            is_ambiguous = len(close) == 1 and not _follows_string(text, found + 1)
+            if not (_is_escaped(text, start, found) if escaped else is_ambiguous):
                 return found
             at = found + 1
         return -1
@@ -53,7 +53,7 @@ def _is_escaped(text: str, start: int, at: int) -> bool:
 
 
 def _follows_string(text: str, at: int) -> bool:
-    rest = text[at : at + FOLLOWING].lstrip()
+    rest = text[at : at + MAX_BLANKS].lstrip()
     return not rest or rest[0] in ",)]}:"
 
 
@@ -239,6 +239,6 @@ class LiteralEnd:
     def _is_open(self, text: str, found: int) -> bool:
         """Return whether more text could show that an unescaped closing mark closes nothing."""
         assert self._string is not None
-        following = text[found + 1 : found + 1 + FOLLOWING]
-        weak = not self._string[2] and len(self._string[1]) == 1
-        return weak and len(following) < FOLLOWING and not following.strip()
+        following = text[found + 1 : found + 1 + MAX_BLANKS]
+        is_ambiguous = not self._string[2] and len(self._string[1]) == 1
+        return is_ambiguous and len(following) < MAX_BLANKS and not following.strip()
