@@ -39,7 +39,7 @@ from kvferry.router.api.keep_alive import KeepAlive
 from kvferry.router.api.messages.answer import MessageAnswer
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageObject
 from kvferry.router.api.messages.body import CountBody, MessagesBody
-from kvferry.router.api.messages.chat import asked
+from kvferry.router.api.messages.chat import translate
 from kvferry.router.api.messages.errors import PLACE
 from kvferry.router.api.messages.routes import counting
 from kvferry.router.api.models_route import about
@@ -90,7 +90,7 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             ResponsesBody,
             ResponseAnswer,
             ResponseObject,
-            asked=responses.asked,
+            translate=responses.translate,
             later=background.begin,
             prefix="resp_",
             singly=True,
@@ -112,7 +112,7 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             MessageAnswer,
             MessageObject,
             MessageErrorAnswer,
-            asked,
+            translate,
             prefix="msg_",
             singly=True,
         ),
@@ -163,13 +163,13 @@ def create_app(
     }
     created = exchanges["/v1/responses"]
     assert isinstance(created, GeneratingRoute)
-    background.go_on = created.go_on
+    background.resume = created.continue_request
     exchanges |= {each.path: PoolingRoute(each, *shared) for each in READINGS}
     exchanges |= {each.path: SpeechRoute(each, *shared) for each in SPEECH_ENDPOINTS}
     bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
     bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody, *ADAPTER_BODIES]
-    told = dict.fromkeys(each.error for each in offered)
-    app = Application(bodies, told, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    errors = dict.fromkeys(each.error for each in offered)
+    app = Application(bodies, errors, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     guarded, refusals = (_guarded(), (401,)) if tenant_registry.keyring.guards else ({"responses": ANSWERED}, ())
     for router in (
         _working(exchanges, refusals),

@@ -37,13 +37,13 @@ STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"
 class Application(FastAPI):
     """FastAPI application whose OpenAPI schema includes models that no route declares.
 
-    `takes` refers to the models in `bodies`, `answers` to those in `told`. For declared models FastAPI would build
+    `takes` refers to the models in `bodies`, `answers` to those in `outputs`. For declared models FastAPI would build
     unused validators."""
 
-    def __init__(self, bodies: Iterable[type[BaseModel]], told: Iterable[type[BaseModel]], **settings: Any) -> None:
+    def __init__(self, bodies: Iterable[type[BaseModel]], outputs: Iterable[type[BaseModel]], **settings: Any) -> None:
         super().__init__(title="kvferry", version=VERSION, **settings)
         self._models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
-        self._models += [(model, "serialization") for model in told]
+        self._models += [(model, "serialization") for model in outputs]
         self._describing, self._described = asyncio.Lock(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

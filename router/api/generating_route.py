@@ -88,7 +88,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         journal.after, journal.after_event = place, resume.number
         return journal
 
-    async def go_on(self, tenant: str, name: str, computes: bool) -> None:
+    async def continue_request(self, tenant: str, name: str, computes: bool) -> None:
         """Continue a request of a router that died or gave it up, without a client.
 
         computes: if false, produce only what is recorded. Raises KvferryError."""
@@ -124,7 +124,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         self, admitted: AdmittedRequest, body: RequestBody, size: int, responder: Responder,
         journal: JournaledRequest | None,
     ) -> Answer:  # fmt: skip
-        chat, size = await self._asked(admitted.call, body, size)
+        chat, size = await self._as_chat(admitted.call, body, size)
         del body
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
@@ -137,9 +137,9 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         else:
             generation = Generation(pool, specs, chat.text_options(), parsing, n=chat.sequences())
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(admitted, pool, chat, generation, journal)
-            if promise is not None:
-                return promise
+            background = await self.endpoint.later(admitted, pool, chat, generation, journal)
+            if background is not None:
+                return background
         ids = self._record(admitted, pool, generation, chat, journal) if journal is not None else None
         if journal is None or (journal.is_own and not journal.has_ended):
             generation.turn = await admitted.turn(pool.turns, generation.size)
@@ -181,10 +181,10 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         journal.cancel = cancel
         return ids
 
-    async def _asked(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
+    async def _as_chat(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
         """Return the body as a generation request, and the size in bytes of everything it refers to."""
-        if self.endpoint.asked is not None:
-            chat = await self.endpoint.asked(call, request, self._pools)
+        if self.endpoint.translate is not None:
+            chat = await self.endpoint.translate(call, request, self._pools)
             return chat, size + chat.earlier
         assert isinstance(request, GenerationBody)
         return request, size

@@ -51,7 +51,7 @@ class KeepAlive:
         self._timer = None
         now = time.monotonic()
         for stream in list(self._streams):
-            stream.look(now)
+            stream.fill_silence(now)
         if self._streams:
             self._arm()
 
@@ -68,7 +68,7 @@ class KeptStream:
         """Let the responder send by itself again."""
         self._responder.send = self._send
 
-    def look(self, now: float) -> None:
+    def fill_silence(self, now: float) -> None:
         """Write a comment if the stream is quiet. A client that has not read what was sent needs none."""
         if self._sending or now - self._sent_at < KEEP_ALIVE_S:
             return

@@ -132,9 +132,9 @@ class SequenceStream:
         self._listener, self._plain, text = listener, None, choice.transcript
         if write is not None and isinstance(text, Transcript) and text.is_plain and choice.journal is None:
             self._plain = text, write
-        choice.dispatch.listen(self._tell if listener else None)
+        choice.dispatch.listen(self._receive if listener else None)
 
-    def _tell(self, output: Output) -> None:
+    def _receive(self, output: Output) -> None:
         if self._plain is not None and output.finish_reason is None and self._written(output, *self._plain):
             return
         listener, choice = self._listener, self._choice

@@ -13,7 +13,7 @@ SHARE = 0.05
 """Fraction of the event loop's time for long bodies while other requests wait, so that few are delayed by one."""
 CREDIT_S = 0.2
 """Parsing time available at once after a pause, in seconds."""
-PATIENCE_S = 10.0
+MAX_WAIT_S = 10.0
 """Longest wait of a body for those of its own source, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
@@ -75,9 +75,9 @@ class ParsePacing:
         loop = asyncio.get_running_loop()
         own = self._waiting.get(source, ())
         wait = max(0.0, self._free_at - loop.time()) + sum(each for each, _ in own) / SHARE
-        if wait > PATIENCE_S:
+        if wait > MAX_WAIT_S:
             raise Overloaded(
-                "too many large request bodies are waiting to be parsed", retry_after=wait - PATIENCE_S + 1
+                "too many large request bodies are waiting to be parsed", retry_after=wait - MAX_WAIT_S + 1
             )
         if not self._waiting and self._free_at <= loop.time():
             return self._take(cost)

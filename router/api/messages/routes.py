@@ -41,11 +41,11 @@ async def count_tokens(pools: ServedModels, data: bytes, call: RequestContext) -
     A prompt with images is made by an engine, which then counts their tokens."""
     body = await parsed(CountBody, data)
     pool = pools.pool(body.model)
-    asked = chat(body)
-    if (seen := asked.media_chat(pool.text)) is not None:
-        return {"input_tokens": len((await pool.media_prompt(call, asked, seen)).token_ids)}
-    (prompt,) = await pool.prompts(asked, call.tenant)
+    translated = chat(body)
+    if (seen := translated.media_chat(pool.text)) is not None:
+        return {"input_tokens": len((await pool.media_prompt(call, translated, seen)).token_ids)}
+    (prompt,) = await pool.prompts(translated, call.tenant)
     assert isinstance(prompt, str)
     bound = Bound(pool.max_model_len, "messages", truncated=True)
-    (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=asked.marks_texts())
+    (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=translated.marks_texts())
     return {"input_tokens": len(ids)}

@@ -49,7 +49,7 @@ class StoredResponses:
     def __init__(self, store: ResponseStore | None) -> None:
         self._store = store
 
-    async def asked(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
+    async def translate(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
         """Translate a request into a chat, including the conversation that it continues.
 
         Raises KvferryError: NotFound if the earlier response is not stored."""
@@ -63,8 +63,8 @@ class StoredResponses:
             history, earlier = previous.conversation(), previous.size
         items, referred = await self._resolved(call.tenant, normal(body.input, name))
         keep = partial(self._keep, call.tenant, items, history)
-        asked = ResponsesRequest(name, body, items, history, keep, kept, call.identity.created)
-        chat = await fitted(asked, pool, call.tenant) if body.truncation == "auto" else asked.chat()
+        request = ResponsesRequest(name, body, items, history, keep, kept, call.identity.created)
+        chat = await fitted(request, pool, call.tenant) if body.truncation == "auto" else request.chat()
         chat.earlier = earlier + referred
         return chat
 

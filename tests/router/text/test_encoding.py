@@ -169,4 +169,4 @@ def test_tokens_that_strip_take_spaces_for_nothing() -> None:
     tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True)])
     text = "<end>" + " " * 1000 + "a"
     assert len(tokenizer.encode(text).ids) == 2
-    assert LengthBound(tokenizer).least(text) == 6
+    assert LengthBound(tokenizer).min_chars(text) == 6

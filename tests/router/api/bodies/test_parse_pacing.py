@@ -14,7 +14,7 @@ from kvferry.router.api.bodies.parse_pacing import (
     COUNTED,
     CREDIT_S,
     LONG_S,
-    PATIENCE_S,
+    MAX_WAIT_S,
     SHARE,
     ParsePacing,
     counted,
@@ -45,7 +45,7 @@ async def test_short_ones_never_wait_and_long_ones_share() -> None:
 
 async def test_what_would_wait_too_long_is_told_to_come_back() -> None:
     pace = ParsePacing()
-    await pace.turn(CREDIT_S + (PATIENCE_S + 1) * SHARE)
+    await pace.turn(CREDIT_S + (MAX_WAIT_S + 1) * SHARE)
     began = time.monotonic()
     with pytest.raises(Overloaded) as caught:
         await pace.turn(LONG_S)
@@ -66,7 +66,7 @@ async def test_one_source_does_not_push_out_others() -> None:
     asked = [asyncio.create_task(one(f"a{number}", LONG_S)) for number in range(4)]
     left = asyncio.create_task(one("b-left", LONG_S))
     await asyncio.sleep(0)
-    beyond = PATIENCE_S * SHARE
+    beyond = MAX_WAIT_S * SHARE
     asked.append(asyncio.create_task(one("b", LONG_S)))
     asked.append(asyncio.create_task(one("a-huge", beyond)))
     await asyncio.sleep(0)
@@ -112,12 +112,12 @@ async def test_a_body_whose_client_leaves_does_not_wait_for_its_turn() -> None:
         await leaves.wait()
         return {"type": "http.disconnect"}
 
-    await reader._pace.turn(CREDIT_S + (PATIENCE_S - 1) * SHARE)
+    await reader._pace.turn(CREDIT_S + (MAX_WAIT_S - 1) * SHARE)
     taking = asyncio.create_task(reader.take(scope, receive))
     await until(lambda: reader._pace._waiting)
     leaves.set()
     with pytest.raises(Cancelled):
-        await asyncio.wait_for(taking, PATIENCE_S / 2)
+        await asyncio.wait_for(taking, MAX_WAIT_S / 2)
     assert not reader._held
     assert not reader._pace._waiting
 
