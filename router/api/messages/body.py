@@ -33,9 +33,7 @@ class Tool(BaseModel):
     """A tool that the client executes."""
 
     name: Annotated[str, Field(min_length=1)]
-    type: Annotated[Literal["custom"] | None, fail_with("only tools of the client's own (custom) are supported")] = (
-        None
-    )
+    type: Annotated[Literal["custom"] | None, fail_with("only tools of the client's own (custom) are supported")] = None
     description: str | None = None
     input_schema: dict[str, Any]
     strict: StrictBool | None = None
