@@ -80,11 +80,11 @@ def path_parameter(name: str) -> dict[str, Any]:
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
-def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
+def query_parameters(max_limit: int, **more: dict[str, Any]) -> dict[str, Any]:
     """Return the `openapi_extra` of a list whose endpoint reads its query itself.
 
-    Documents `limit` up to `most`, `after`, and the parameters `more` with their schemas."""
-    known = {"limit": {"type": "integer", "minimum": 1, "maximum": most}, "after": {"type": "string"}, **more}
+    Documents `limit` up to `max_limit`, `after`, and the parameters `more` with their schemas."""
+    known = {"limit": {"type": "integer", "minimum": 1, "maximum": max_limit}, "after": {"type": "string"}, **more}
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in known.items()]}
 
 

@@ -24,7 +24,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.router.dispatch.attempt_calls import AttemptCalls
 from kvferry.router.dispatch.background_calls import BackgroundCalls
-from kvferry.router.dispatch.events import Drains, Event, Suspected
+from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import error_of, failure, known, nodes_at_fault
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
@@ -118,11 +118,11 @@ class Attempt:
         """Return whether the first token has arrived, and the decode node has not begun to stream."""
         return self._first_seen and not self.decoding and self.decode_node is not None
 
-    def stall(self, *, blames: bool) -> None:
+    def stall(self, *, at_fault: bool) -> None:
         """Fail the attempt: no token came within its share of the deadline. blames: its node is at fault."""
         error, place = NodeLost("no token within the attempt's share of the deadline"), self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
-        self._unreachable(error, node or place.prefill, blames=blames)
+        self._unreachable(error, node or place.prefill, at_fault=at_fault)
 
     def delta(self, delta: TokenDelta) -> None:
         """Handle a token delta from the decode node's stream."""
@@ -152,7 +152,7 @@ class Attempt:
     def drains(self) -> None:
         """Post that the decode node drains."""
         if not self._over:
-            self._post(Drains(self.job.attempt))
+            self._post(NodeDrains(self.job.attempt))
 
     def _book(self) -> None:
         """Reserve the prompt's tokens on the prefill node and the blocks on the decode node, until they are in use."""
@@ -171,7 +171,7 @@ class Attempt:
 
     def _suspect(self) -> None:
         if not self._over:
-            self._post(Suspected(self.job.attempt))
+            self._post(NodeSuspected(self.job.attempt))
 
     def _prefill_lost(self, error: NodeLost) -> None:
         """Fail the attempt if the prefill node's lease ended before its part was done."""
@@ -191,12 +191,12 @@ class Attempt:
                 self._breakers.corrupt(prefill, decode)
         self._fail(error, *culprits)
 
-    def _unreachable(self, error: KvferryError, node: NodeLease | None, *, blames: bool = True) -> None:
+    def _unreachable(self, error: KvferryError, node: NodeLease | None, *, at_fault: bool = True) -> None:
         """Fail the attempt: a node does not answer, or a call to it failed."""
         assert node
         if self._done_by(node):
             return
-        if blames and isinstance(error, NodeLost) and not self._over:
+        if at_fault and isinstance(error, NodeLost) and not self._over:
             self._breakers.node_failed(node_key(node))
         self._fail(error, node)
 

@@ -23,7 +23,7 @@ from kvferry.router.request_log import RequestLog
 
 Hashes = Mapping[str, Sequence[bytes]]
 """Hashes of a prompt's full blocks, by fingerprint of the nodes that use them."""
-Held = Mapping[str, Mapping[str, int]]
+Hits = Mapping[str, Mapping[str, int]]
 """Leading blocks of a prompt that nodes hold, by fingerprint, then by node id or other index name."""
 
 
@@ -54,7 +54,7 @@ class DispatchContext(Protocol):
     session_notes: SessionNoter
     canary: CanaryRelease | None
 
-    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
+    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Hits:
         """Return the leading blocks that nodes hold; at least those in `held`.
 
         If the index does not answer in time, the result holds no other nodes."""
@@ -62,7 +62,7 @@ class DispatchContext(Protocol):
     def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
         """Record that these nodes hold the blocks of an attempt's prompt."""
 
-    def place(self, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
+    def place(self, demand: Demand, held: Hits, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
         """Place the next attempt in one of these groups, by default any, given the result of `reuse`.
 
         Raises NoNodes, Overloaded or ContextLengthExceeded."""
@@ -72,15 +72,15 @@ class DispatchContext(Protocol):
         job: Job,
         placement: Placement,
         post: Callable[[Event], None],
-        forerunner: Attempt | None = None,
+        predecessor: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:
         """Reserve the placement and start the attempt; the caller must not await between `place` and this call.
 
-        Returns a MigrationAttempt if `forerunner` is given, the attempt whose node drains. `hashes` are those of the
+        Returns a MigrationAttempt if `predecessor` is given, the attempt whose node drains. `hashes` are those of the
         full blocks that will be computed, if known."""
 
-    def doubt(self, late: Placement, *, ships: bool = False) -> None:
+    def suspect(self, late: Placement, *, ships: bool = False) -> None:
         """Suspect the nodes of a late attempt; ships: its first token has arrived, but its blocks have not."""
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:

@@ -18,7 +18,7 @@ from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
-from kvferry.router.dispatch.events import Drains, Event, Suspected
+from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, ship_late_s
 from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
@@ -49,7 +49,7 @@ class RequestDispatch:
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._preempt, self._inbox.post)
-        self.calls_tools = partial(context.session_notes.calls_tools, self._planner.keepers, self._wire_id)
+        self.calls_tools = partial(context.session_notes.calls_tools, self._planner.holders, self._wire_id)
         self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
         self._migration = Migration(self._hedged, self._planner, context, self._sink.receive)
         self._timers: Timers | None = None
@@ -79,7 +79,7 @@ class RequestDispatch:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.model.name.first
+            self._timers, model = Timers(self._spec.call.deadline, self._on_timer), self._context.model.name.first
             self._record = self._context.request_log.begin(self._spec, model, self._sequence.tokens)
             while not self._sequence.finished:
                 if not self._hedged.runners:
@@ -96,9 +96,9 @@ class RequestDispatch:
                         self._timers.expect(ship_late_s(leader.placement))
                 elif isinstance(event, Failure):
                     self._fail(event)
-                elif isinstance(event, Drains):
+                elif isinstance(event, NodeDrains):
                     await self._hand_over(event.attempt)
-                elif event is Timer.LATE or isinstance(event, Suspected):
+                elif event is Timer.LATE or isinstance(event, NodeSuspected):
                     await self._hedge(late=event is Timer.LATE)
         except Enough:
             self._outcome = "done"
@@ -118,9 +118,9 @@ class RequestDispatch:
         event = await self._inbox.next()
         if self._over:
             raise Cancelled("the request was cancelled")
-        if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains | Suspected):  # noqa: SIM101 - for every token
+        if isinstance(event, TokenDelta) or isinstance(event, Failure | NodeDrains | NodeSuspected):  # noqa: SIM101 - for every token
             number = event.attempt
-            return event if number in self._hedged.runners or self._migration.concerns(number) else None
+            return event if number in self._hedged.runners or self._migration.is_successor(number) else None
         if isinstance(event, Exception):
             try:
                 raise event
@@ -183,7 +183,7 @@ class RequestDispatch:
 
     def _fail(self, failure: Failure) -> None:
         """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
-        if self._migration.settles(failure):
+        if self._migration.handles(failure):
             if self._record and self._hedged.leader:
                 self._record.sent(self._hedged.leader.placement, migrates=True)
             return
@@ -232,13 +232,13 @@ class RequestDispatch:
             self.route = replace(self.route, reuse=reuse, late=False)
             self._record.cached = reuse.cached_len
 
-    def _ring(self, alarm: Timer) -> None:
-        if alarm is Timer.DEADLINE:
+    def _on_timer(self, timer: Timer) -> None:
+        if timer is Timer.DEADLINE:
             self._inbox.post(self._planner.expired())
-        elif alarm is Timer.STALL:
+        elif timer is Timer.STALL:
             self._hedged.stall(self._timers.stalled_s if self._timers else 0.0)
         else:
-            self._inbox.post(alarm)
+            self._inbox.post(timer)
 
     def _end(self, *, cancel: bool) -> None:
         self._over = True

@@ -94,7 +94,7 @@ class HedgedAttempts:
 
         Their nodes are at fault only if that is late by `late_s`: near its deadline a request stalls sooner."""
         for runner in self.runners.values():
-            runner.stall(blames=stalled_s >= late_s(runner.placement))
+            runner.stall(at_fault=stalled_s >= late_s(runner.placement))
 
     def close(self, *, cancel: bool) -> None:
         """Close all attempts: the request ended or is given up."""
@@ -133,19 +133,19 @@ class HedgePolicy:
         if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
             return None
         if late and self.waits_for_room:
-            elsewhere, number = await self._elsewhere(first, is_due), first.job.attempt
-            if elsewhere or first.age_s < late_s(first.placement) or number == self._overdue or not is_due():
-                return elsewhere
+            second, number = await self._elsewhere(first, is_due), first.job.attempt
+            if second or first.age_s < late_s(first.placement) or number == self._overdue or not is_due():
+                return second
             self._overdue = number
         if late:
-            self._context.doubt(first.placement, ships=first.ships)
+            self._context.suspect(first.placement, ships=first.ships)
         reuse = await self._planner.reuse()
         suspects = first.suspects
         if first is not self._hedged.leader or not is_due() or not (late or suspects):
             return None
         nodes = [node for node in (first.placement.prefill, first.placement.decode) if node]
         keys = [node_key(node) for node in nodes]
-        placement = self._planner.elsewhere([keys, keys[:1]] if late else [suspects], reuse)
+        placement = self._planner.place_second([keys, keys[:1]] if late else [suspects], reuse)
         if placement is None or (late and not self._context.hedges.spend()):
             return None
         kind, reason = ("hedge", "its token is overdue") if late else ("suspicion", "its node may hang")
@@ -181,7 +181,7 @@ class HedgePolicy:
         reuse = await self._planner.reuse()
         if first is not self._hedged.leader or not is_due() or not self.waits_for_room:
             return None
-        if (placement := self._planner.elsewhere([full_nodes()], reuse)) is None:
+        if (placement := self._planner.place_second([full_nodes()], reuse)) is None:
             return None
         self._left_nodes += 1
         nodes = [node for node in (first.placement.decode,) if node]

@@ -28,9 +28,9 @@ class MigrationAttempt(Attempt):
     It fails if the handover does not happen."""
 
     def __init__(
-        self, forerunner: Attempt, job: Job, placement: Placement, post: Callable[[Event], None], **parts: Any
+        self, predecessor: Attempt, job: Job, placement: Placement, post: Callable[[Event], None], **parts: Any
     ) -> None:
-        self._forerunner, self._forward = forerunner, post
+        self._predecessor, self._forward = predecessor, post
         self._kept: list[Event] | None = []
         nothing_to_compute = replace(placement, cached_len=len(job.token_ids))
         super().__init__(job, nothing_to_compute, self._keep, **parts)
@@ -53,10 +53,10 @@ class MigrationAttempt(Attempt):
             self._forward(event)
 
     async def _begin(self) -> None:
-        source, target = self._forerunner.placement.decode, self.placement.decode
+        source, target = self._predecessor.placement.decode, self.placement.decode
         assert source
         assert target
-        before, now = self._forerunner.job, self.job
+        before, now = self._predecessor.job, self.job
         overdue = asyncio.get_running_loop().call_later(MOVE_S, self._overdue, target)
         try:
             await self._client.move(source, MoveRequest(before.request_id, before.attempt, now.attempt, target.target))

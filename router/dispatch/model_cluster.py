@@ -24,7 +24,7 @@ from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.attempt import Attempt
-from kvferry.router.dispatch.context import Hashes, Held
+from kvferry.router.dispatch.context import Hashes, Hits
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.displacement import Displacement
 from kvferry.router.dispatch.events import Event
@@ -96,7 +96,7 @@ class ModelCluster:
 
     def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
         """Return the ready and reachable nodes with the adapter; `besides` counts despite an open breaker."""
-        shut = self._shut().nodes
+        shut = self._open_breakers().nodes
         return {
             entry.key
             for entry in self.model.members
@@ -108,7 +108,7 @@ class ModelCluster:
             and fingerprint in ("", entry.lease.fingerprint)
         }
 
-    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
+    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Hits:
         """Return the leading blocks held, in-flight ones included, by node id or other index name; see `Prefixes`."""
         if len(hashes) == 1:  # the usual case, without a task
             ((fingerprint, own),) = hashes.items()
@@ -131,7 +131,7 @@ class ModelCluster:
         """Record that these nodes computed the prompt of these blocks."""
         self._prefixes.note(hashes, tuple(map(node_key, nodes)))
 
-    def place(self, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
+    def place(self, demand: Demand, held: Hits, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
         """Place an attempt in one of these groups, by default any, given the result of `reuse`.
 
         Raises what `placement.place_among` raises. Reserves nothing: do not await between this and `launch`. Uses open
@@ -142,7 +142,7 @@ class ModelCluster:
         if not groups:
             raise no_nodes(self.model.name.first)
         sides = [self._side(demand, group, held.get(group.fingerprint, {})) for group in groups]
-        shut, suspects = self._shut(), self.model.suspects
+        shut, suspects = self._open_breakers(), self.model.suspects
         if suspects or any(shut):
             nodes = demand.excluded | (shut.nodes | suspects) - {demand.pinned}
             broken = demand.broken | shut.pairs
@@ -166,18 +166,18 @@ class ModelCluster:
         return demand, self.model.views(group, held, demand.adapter, demand.modalities)
 
     def launch(
-        self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,
+        self, job: Job, placement: Placement, post: Callable[[Event], None], predecessor: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:  # fmt: skip
         """Reserve the placement and start the attempt."""
-        if forerunner is not None:
-            return MigrationAttempt(forerunner, job, placement, post, **self._parts(placement, ()))
+        if predecessor is not None:
+            return MigrationAttempt(predecessor, job, placement, post, **self._parts(placement, ()))
         self._placements["remote" if placement.prefill else "local"].inc()
         if self._buddies and isinstance(job.work, Generate) and placement.decode:
             job = replaced(job, buddy=self._buddy(placement.prefill, placement.decode))
         return Attempt(job, placement, post, **self._parts(placement, hashes, media=bool(job.media)))
 
-    def doubt(self, late: Placement, *, ships: bool = False) -> None:
+    def suspect(self, late: Placement, *, ships: bool = False) -> None:
         """Suspect the nodes of a late attempt, unless its decode node is crowded."""
         decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
         if decode is None or not crowded(decode.view):
@@ -211,7 +211,7 @@ class ModelCluster:
             log.error("%s: wrong reuse accounting of %d tokens from %s: %s", job.request_id, length, name, reported)
         return Reuse(length, computed=length)
 
-    def _shut(self) -> OpenBreakers:
+    def _open_breakers(self) -> OpenBreakers:
         return self.nodes.breakers.open() if self.nodes.breakers.any else OpenBreakers()
 
     def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
@@ -246,5 +246,5 @@ class ModelCluster:
     def _follow(self) -> None:
         if usable := self.model.usable:  # The nodes changed.
             longest = min(group.max_model_len for group in usable)
-            told = sorted(group.fingerprint for group in usable)
-            self._info = ClusterInfo(usable[0].members[0].lease.model, longest, tuple(told))
+            fingerprints = sorted(group.fingerprint for group in usable)
+            self._info = ClusterInfo(usable[0].members[0].lease.model, longest, tuple(fingerprints))

@@ -21,7 +21,7 @@ MAX_NODES = 8
 """Largest number of nodes remembered per block."""
 LOG_INTERVAL_S = 10.0
 """Shortest time between two log lines about the index, in seconds."""
-DOUBT_S = 5.0
+FALLBACK_S = 5.0
 """Time after an index outage in which the router also uses its own memory, in seconds.
 
 Index rows may be lost until the nodes have written them again."""
@@ -96,7 +96,7 @@ class Prefixes:
         self._lookup, self._metrics, self._limit_s, self._clock = lookup, metrics, limit_s, clock
         self._remembered = Remembered()
         self._was_up, self._logged_at = True, -math.inf
-        self._doubted_until = -math.inf
+        self._fallback_until = -math.inf
         self.note = self._remembered.note
 
     async def held(
@@ -109,9 +109,9 @@ class Prefixes:
         found = await self._indexed(hashes, nodes, states) if up else None
         now = self._clock()
         if found is None:
-            self._doubted_until = now + DOUBT_S
+            self._fallback_until = now + FALLBACK_S
         held = found or {}
-        if now < self._doubted_until:
+        if now < self._fallback_until:
             for node_id, length in self._remembered.held(hashes, nodes).items():
                 held[node_id] = max(length, held.get(node_id, 0))
         return held

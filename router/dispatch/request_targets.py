@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvferry.placement.rejections import TargetMissed
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import Overloaded
-from kvferry.router.dispatch.context import DispatchContext, Held
+from kvferry.router.dispatch.context import DispatchContext, Hits
 from kvferry.router.nodes.model_nodes import FingerprintGroup
 from kvferry.router.request_context import RequestContext
 
@@ -50,7 +50,7 @@ class RequestTargets:
         return self._displacement.waits(self)
 
     def place(
-        self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float
+        self, demand: Demand, reuse: Hits, groups: Sequence[FingerprintGroup], target_s: float
     ) -> Placement | None:
         """Place an attempt; preempt patient requests if it would otherwise miss its targets.
 
@@ -88,7 +88,7 @@ class RequestTargets:
         shortest_s = self._displacement.itl_s() if self._call.is_background else None
         return demand if shortest_s is None else replace(demand, recovers=False, background=True, itl_s=shortest_s)
 
-    def _placed(self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
+    def _placed(self, demand: Demand, reuse: Hits, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
         context, displacement = self._context, self._displacement
         try:
             placement = context.place(demand, reuse, groups)

@@ -71,7 +71,7 @@ class Timer(Enum):
 class Timers:
     """Timers of one dispatch, from its creation to `stop`.
 
-    `ring` is called with
+    `on_timer` is called with
     - DEADLINE once, and nothing after it,
     - STALL when STALL_SHARE of the remaining time has passed without progress,
     - LATE when no token came within the time for which `expect` was called, and LATE_REPEAT_S after `repeat_late`;
@@ -79,9 +79,9 @@ class Timers:
 
     `deadline` is a time of the loop's clock. Recording progress re-arms no timer."""
 
-    def __init__(self, deadline: float, ring: Callable[[Timer], None]) -> None:
+    def __init__(self, deadline: float, on_timer: Callable[[Timer], None]) -> None:
         self.deadline = deadline
-        self._loop, self._ring = asyncio.get_running_loop(), ring
+        self._loop, self._on_timer = asyncio.get_running_loop(), on_timer
         self._progress, self._late_at, self.late = self._loop.time(), inf, False
         self._timer: asyncio.TimerHandle | None = None
         self.stalled_s = 0.0
@@ -129,14 +129,14 @@ class Timers:
         self.stop()
         now = self._loop.time()
         if now >= self.deadline:
-            self._ring(Timer.DEADLINE)
+            self._on_timer(Timer.DEADLINE)
             return
         if now >= self._late_at:
             self._late_at, self.late = inf, True
-            self._ring(Timer.LATE)
+            self._on_timer(Timer.LATE)
         if now >= self._stalled_at:
             self.stalled_s, self._progress = now - self._progress, now
-            self._ring(Timer.STALL)
+            self._on_timer(Timer.STALL)
         self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._check)
 
     @property

@@ -21,13 +21,13 @@ class TokenSink:
 
     def __init__(
         self,
-        mail: EventQueue[Event | Timer | Exception | None],
+        queue: EventQueue[Event | Timer | Exception | None],
         sequence: OrderedTokens,
         hedged: HedgedAttempts,
         output: Callable[[TokenDelta], Output],
     ) -> None:
         self._listener: Callable[[Output], None] | None = None
-        self._inbox, self._sequence, self._hedged, self._output = mail, sequence, hedged, output
+        self._inbox, self._sequence, self._hedged, self._output = queue, sequence, hedged, output
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         """Set or remove the listener; see Dispatch.listen."""

@@ -94,7 +94,7 @@ class Background:
         if journal is None or not journal.is_resumed:
             await self._own(place, call.deadline - time.monotonic())
             if not await self._responses.put(call.tenant, StoredResponse(begun, request.items, request.history)):
-                await self._disown(place)
+                await self._release(place)
                 raise RegistryUnavailable("background: the response cannot be stored now", param="background")
         self._admission.keep_counted()
         admitted.keep_open()
@@ -150,7 +150,7 @@ class Background:
         except NotFound:
             is_over = True
         if is_over or self.resume is None:
-            await self._disown(place)
+            await self._release(place)
             return
         try:
             await self.resume(*place, computes)
@@ -158,14 +158,14 @@ class Background:
             raise
         except KvferryError as error:
             log.warning("%s cannot be continued: %s", place[1], error)
-            told = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-            await self._end(place, told if computes else {"status": "cancelled"})
+            fields = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+            await self._end(place, fields if computes else {"status": "cancelled"})
 
     async def _end(self, place: tuple[str, str], fields: dict[str, Any]) -> None:
         """Store the end of a response that cannot be continued, for example because its record was evicted."""
         kept = await self._responses.get(*place)
         await self._responses.put(place[0], StoredResponse({**kept.response, **fields}, kept.input, kept.history))
-        await self._disown(place)
+        await self._release(place)
 
     async def _give_up(self) -> None:
         """Stop generating recorded responses and let other routers continue them, since this one drains."""
@@ -215,7 +215,7 @@ class Background:
             await answer.keep(ended)
         if journal is not None:
             journal.close()
-        await self._disown(place)
+        await self._release(place)
 
     async def _generate(
         self, admitted: AdmittedRequest, pool: ServedModel, answer: ResponseAnswer, journal: JournaledRequest | None
@@ -241,7 +241,7 @@ class Background:
         except RegistryUnavailable:
             return True
 
-    async def _disown(self, place: tuple[str, str]) -> None:
+    async def _release(self, place: tuple[str, str]) -> None:
         with contextlib.suppress(RegistryUnavailable):
             await self._ownership.drop(KIND, _named(*place))
 

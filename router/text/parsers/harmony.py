@@ -162,8 +162,8 @@ class HarmonyParser:
             self._argue(text)
         elif text:
             self._shown_kinds.add(self._kind)
-            said, self._between = self._between + text, ""
-            self._found.append(Parsed(said) if self._kind == "text" else Parsed(reasoning=said))
+            shown, self._between = self._between + text, ""
+            self._found.append(Parsed(shown) if self._kind == "text" else Parsed(reasoning=shown))
 
     def _argue(self, text: str) -> None:
         """Add to a call's arguments; text after their end is ordinary text."""

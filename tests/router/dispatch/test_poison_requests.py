@@ -13,7 +13,7 @@ from kvferry.placement.types import Placement
 from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDied
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.router.dispatch.failures import Failure, Work, failure
-from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, DOUBT_S, MEMORY_S, PoisonRequests, Suspect
+from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, MEMORY_S, SHARING_COST_S, PoisonRequests, Suspect
 from kvferry.router.dispatch.retry_policy import MAX_FAILURES, RetryPolicy
 from tests.fake_workers import (
     CRASH,
@@ -90,11 +90,11 @@ def test_of_two_that_lost_two_nodes_together_neither_is_and_they_are_parted() ->
     for suspect in (one, two):
         lose(deaths, suspect, N2)
     deaths.move(one, [N3])
-    assert deaths.barred(two) == {N3}
+    assert deaths.forbidden_nodes(two) == {N3}
     with pytest.raises(FatalRequest, match="3 nodes"):
         deaths.died(N3, {"decode"}, one, 0)
     deaths.clear(one)
-    assert not deaths.barred(two)
+    assert not deaths.forbidden_nodes(two)
 
 
 def test_who_got_on_is_cleared() -> None:
@@ -114,14 +114,14 @@ def test_suspects_are_shunned_and_the_worst_are_left_alone() -> None:
     deaths, one, two, fresh = PoisonRequests(Clock()), Suspect(), Suspect(), Suspect()
     lose(deaths, one, N1, goes_to=[N2])
     lose(deaths, two, N1, goes_to=[N2, N3])
-    assert deaths.doubts(fresh) == {N2: 2 * DOUBT_S, N3: DOUBT_S}
-    assert deaths.doubts(one) == {N2: DOUBT_S, N3: DOUBT_S}
-    assert not deaths.barred(one)
+    assert deaths.sharing_costs(fresh) == {N2: 2 * SHARING_COST_S, N3: SHARING_COST_S}
+    assert deaths.sharing_costs(one) == {N2: SHARING_COST_S, N3: SHARING_COST_S}
+    assert not deaths.forbidden_nodes(one)
     two.losses = 2
     deaths.move(two, [N3])
-    assert deaths.barred(one) == {N3}
-    assert deaths.barred(two) == {N2}
-    assert not deaths.barred(fresh)
+    assert deaths.forbidden_nodes(one) == {N3}
+    assert deaths.forbidden_nodes(two) == {N2}
+    assert not deaths.forbidden_nodes(fresh)
 
 
 def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:

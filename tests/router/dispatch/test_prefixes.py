@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.dispatch.prefixes import DOUBT_S, MAX_NODES, Prefixes, Remembered
+from kvferry.router.dispatch.prefixes import FALLBACK_S, MAX_NODES, Prefixes, Remembered
 from tests.fake_workers import PROMPT, Bench, collect, decode, prefill
 from tests.waiting import until
 
@@ -88,7 +88,7 @@ async def test_memory_speaks_while_the_index_does_not_and_a_while_after() -> Non
     assert await prefixes.held(HASHES, LIVE) == {"a": 10}
     index.answer = {"b": 2}
     assert await prefixes.held(HASHES, LIVE) == {"a": 10, "b": 2}, "rows may be lost still"
-    now[0] += DOUBT_S
+    now[0] += FALLBACK_S
     assert await prefixes.held(HASHES, LIVE) == {"b": 2}
     before = index.asked
     assert await prefixes.held(HASHES, LIVE, up=False) == {"a": 10}
