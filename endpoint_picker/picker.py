@@ -83,7 +83,7 @@ class Picker:
                         raise
                     if isinstance(error, Overloaded) and not self.cluster.held.takes(who):
                         raise
-                    if not self._allowed(wanted) or patience.over(wanted.left_s()):
+                    if not self._allowed(wanted) or patience.expired(wanted.left_s()):
                         raise
                 self.cluster.held.enter(who, wanted.tokens)
                 await asyncio.sleep(patience.pause_s())

@@ -165,7 +165,7 @@ class KvferryPolicy:
         """Ignored: `choose` made the reservations."""
 
     def first_token(self, run: Run) -> None:
-        self._expected[run].over()
+        self._expected[run].remove()
         self._clusters[run.ask.model].worth.record(max(0, run.cached_len), run.length)
         if run.prefill is not None:
             self._bookings[run][0].settle()
@@ -185,7 +185,7 @@ class KvferryPolicy:
         """Release all that an attempt holds."""
         for booking in self._bookings.pop(run, ()):
             booking.release()
-        self._expected.pop(run).over()
+        self._expected.pop(run).remove()
         self._taken[run.ask.model, run.ask.background] -= 1
         self._requests[run].runs_on(())
 

@@ -47,7 +47,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         call = admitted.call
         if call.resume.name:
             with self._kept_alive(responder, streams=call.resume.streams):
-                journal = await self._taken_up(call)
+                journal = await self._resumed_journal(call)
                 body, size = await parsed(self.endpoint.body, journal.head.body), len(journal.head.body)
                 return await self.answer(admitted, body, size, responder, journal)
         body, size, opened = await parsed(self.endpoint.body, data), len(data), None
@@ -78,7 +78,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         )
         return bool(wants) and not getattr(body, "use_beam_search", False)
 
-    async def _taken_up(self, call: RequestContext) -> JournaledRequest:
+    async def _resumed_journal(self, call: RequestContext) -> JournaledRequest:
         """Return the journal that a request names: by the id in its path, and the id of the client's last event."""
         resume = call.resume
         name, place = parsed_id(resume.after) if resume.after else (resume.name, None)

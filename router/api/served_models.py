@@ -113,7 +113,7 @@ class ServedModel:
     async def prompts(self, body: GenerationBody, tenant: str, size: int = LONG_CHARS) -> list[Prompt]:
         """Return the body's prompts, rendered; see `specs`."""
         short = size < LONG_CHARS
-        prompts = body.prompts(self.text) if short else await self.encoder.beside(body.prompts, self.text, of=size)
+        prompts = body.prompts(self.text) if short else await self.encoder.on_thread(body.prompts, self.text, of=size)
         return [await self.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in prompts]
 
     def spec(

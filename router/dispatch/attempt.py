@@ -89,7 +89,7 @@ class Attempt:
         for booking in self._bookings.values():
             booking.release()
         self._bookings = {}
-        self._expected.over()
+        self._expected.remove()
         if self.decode_node:
             self.decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
@@ -98,7 +98,7 @@ class Attempt:
             for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
                 self._background_calls.send(self._client.drop(node, drop))
         else:
-            self._background_calls.bound(task, TAIL_S)
+            self._background_calls.limit(task, TAIL_S)
 
     @property
     def age_s(self) -> float:
@@ -167,7 +167,7 @@ class Attempt:
     def _settle(self, role: str) -> None:
         if booking := self._bookings.get(role):
             booking.settle()
-        self._expected.over()
+        self._expected.remove()
 
     def _suspect(self) -> None:
         if not self._over:

@@ -93,7 +93,7 @@ class AttemptPlanner:
                 or (isinstance(error, Overloaded) and not self._context.held.takes(self))
             ):
                 raise
-            if self.backoff.over(left_s):
+            if self.backoff.expired(left_s):
                 raise self._final_error(error) from self._failure
             if not self._needs_budget:
                 self._retry_policy.forgive()

@@ -68,7 +68,7 @@ class HedgedAttempts:
         """Add a running attempt."""
         self.runners[attempt.job.attempt] = attempt
 
-    def win(self, number: int) -> None:
+    def keep_only(self, number: int) -> None:
         """Drop all attempts but `number`, which delivered a token."""
         for other in self.runners.keys() - {number}:
             self.leave(other)
@@ -204,7 +204,7 @@ class HedgePolicy:
             self._context.metrics.false_suspicions.inc()
             log.info("%s: the suspected node's token came first", attempt.job.request_id)
         self._suspected = None
-        self._hedged.win(delta.attempt)
+        self._hedged.keep_only(delta.attempt)
 
 
 def _has_room(node: NodeView, tokens: int) -> bool:

@@ -17,7 +17,7 @@ MAX_COMPARED = 64
 
 
 class ExpectedPrefix:
-    """Blocks of one prompt that a node will have in its cache, until `over`."""
+    """Blocks of one prompt that a node will have in its cache, until `remove`."""
 
     __slots__ = ("_rows", "hashes", "node")
 
@@ -26,7 +26,7 @@ class ExpectedPrefix:
         if hashes:
             rows.setdefault(hashes[0], {})[self] = None
 
-    def over(self) -> None:
+    def remove(self) -> None:
         """Remove the prompt: it is computed or given up. May be called repeatedly."""
         row = self._rows.get(self.hashes[0], {}) if self.hashes else {}
         row.pop(self, None)

@@ -57,12 +57,12 @@ class MediaEncoding:
 
     def ready(self) -> dict[str, int]:
         """Return how many encode nodes can take a request now, by role; empty if the model has none."""
-        return {"encode": len(self._able())} if self._model.encoders else {}
+        return {"encode": len(self._usable())} if self._model.encoders else {}
 
     async def _encoded(self, job: Job, node: NodeLease) -> Job:
         """Return the job with the node from which its media's rows can be fetched, if one has them."""
         items = [item for item in job.media if item.offset + item.length > job.predicted[0]]
-        able = self._able({item.modality for item in items}, node.fingerprint) if items else []
+        able = self._usable({item.modality for item in items}, node.fingerprint) if items else []
         if not able or not node.media_row_bytes:
             return job
         began = time.monotonic()
@@ -143,7 +143,7 @@ class MediaEncoding:
         ]
         return {name: sum(length for length, holders in lengths if name not in holders) for name in names}
 
-    def _able(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
+    def _usable(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
         """Return the encode nodes that can be called now. fingerprint: the one they must have; empty: any."""
         shut = self._nodes.breakers.open().nodes if self._nodes.breakers.any else ()
         return [

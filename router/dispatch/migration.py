@@ -54,7 +54,7 @@ class Migration:
         """
         reuse = await self._planner.reuse()
         if self.is_successor(number):  # The successor's node drains too: ask again once the stream is there.
-            self._again(number)
+            self._retry_later(number)
         if number not in self._hedged.runners or self._successor:
             return False
         attempt = self._hedged.leader
@@ -65,7 +65,7 @@ class Migration:
             placement = self._planner.place_migration(attempt.placement, self._excluded, reuse)
         if attempt is None or placement is None:
             self._excluded = frozenset()
-            self._again(number)
+            self._retry_later(number)
             return False
         successor = self._context.launch(make_job(attempt.job.request_id, placement), placement, self._post, attempt)
         assert isinstance(successor, MigrationAttempt)
@@ -91,7 +91,7 @@ class Migration:
             return False
         self._excluded |= {*map(node_key, failure.culprits)}
         if self._hedged.leader:
-            self._again(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
+            self._retry_later(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
         self._failed += 1
         return True
 
@@ -101,5 +101,5 @@ class Migration:
             self._successor.close(cancel=True)
         self._successor = None
 
-    def _again(self, number: int, pause_s: float | None = None) -> None:
+    def _retry_later(self, number: int, pause_s: float | None = None) -> None:
         asyncio.get_running_loop().call_later(pause_s or PAUSE_S, self._post, NodeDrains(number))

@@ -96,7 +96,7 @@ class ModelMedia:
 
         At most two nodes are called, since media that crash engines must not crash all of them. The only node is called
         again once its silent process is heard again. No node is blamed for a call that lasts until the deadline."""
-        nodes = [entry.lease for entry in self._able(adapter, abilities)]
+        nodes = [entry.lease for entry in self._usable(adapter, abilities)]
         if not nodes:
             raise no_nodes(self._model.name.first)
         until = time.monotonic() + deadline_s
@@ -121,7 +121,7 @@ class ModelMedia:
             await asyncio.sleep(CHECK_S)
         return False
 
-    def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
+    def _usable(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
         """Return the nodes that can be called now: unsuspected ones first, then encode nodes, then by least work.
 
         An encode node is called only for prompts that another node can compute."""

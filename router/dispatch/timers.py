@@ -162,7 +162,7 @@ class Backoff:
         """Return whether the request waits for a node."""
         return self._until is not None
 
-    def over(self, left_s: float) -> bool:
+    def expired(self, left_s: float) -> bool:
         """Start waiting; return whether the wait has lasted long enough, given `left_s` seconds to the deadline."""
         now = asyncio.get_running_loop().time()
         if self._until is None:

@@ -83,7 +83,7 @@ class Encoder:
             for text in group:
                 if not bound.truncated and len(text) > PLAIN_CHARS * bound.tokens:
                     await self._check_slices(text, bound)
-            ids = await self.beside(
+            ids = await self.on_thread(
                 lambda some: [(remembered if self._memo.worth(text) else encode)(text) for text in some],
                 group,
                 size=sum(map(len, group)),
@@ -108,10 +108,10 @@ class Encoder:
                 found.append(self._text.encode_pair(*pair))
                 await asyncio.sleep(0)
             else:
-                found.append(await self.beside(self._text.encode_pair, *pair, size=sum(map(len, pair))))
+                found.append(await self.on_thread(self._text.encode_pair, *pair, size=sum(map(len, pair))))
         return found
 
-    async def beside(self, call: Callable[..., T], *args: Any, size: int = SHORT_CHARS, of: int = 0) -> T:
+    async def on_thread(self, call: Callable[..., T], *args: Any, size: int = SHORT_CHARS, of: int = 0) -> T:
         """Return the result of `call(*args)`, run on a thread; see TokenizerThreads.run."""
         return await self._lanes.run(call, *args, size=size, of=of)
 
@@ -135,7 +135,7 @@ class Encoder:
         """Count tokens by slices until they are certainly too many; a cut adds less than 1 % of a slice."""
         count, encode = 0, partial(self._text.encode, add_special_tokens=False)
         for part in _slices(text):
-            count += len(await self.beside(encode, part, size=len(part), of=len(text)))
+            count += len(await self.on_thread(encode, part, size=len(part), of=len(text)))
             if count > bound.tokens * 1.05 + 1000:
                 raise _too_long(bound, f"but the prompt is longer than its first {count}")
 

@@ -22,7 +22,7 @@ from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.thinking_variables import EFFORT, variables
-from kvferry.router.text.tool_prompt import introduced, spelled
+from kvferry.router.text.tool_prompt import tools_as_text, with_tool_prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of the OpenAI API; models trained on other roles name them in their chat template."""
@@ -155,10 +155,10 @@ class TextModel:
         shown = [shaped(message, place) for place, message in enumerate(messages)]
         syntax, takes_system = (self.dialect.syntax if self.dialect else None), template.takes_system
         if not self.shows_tools and syntax is not None:
-            shown = introduced(shown, tools, syntax, takes_system=takes_system) if tools else shown
+            shown = with_tool_prompt(shown, tools, syntax, takes_system=takes_system) if tools else shown
         elif (tools or any(map(has_tools, shown))) and not self.shows_tools:
             parsed = list(map(object_arguments, shown))
-            return spelled(parsed, tools, takes_system=takes_system), None, ""
+            return tools_as_text(parsed, tools, takes_system=takes_system), None, ""
         if self.channels:
             mark = uuid.uuid4().hex
             return channelled(list(map(object_arguments, shown)), mark), described(tools), mark

@@ -49,7 +49,7 @@ _SEVERAL = "\n\nSeveral calls in one answer:\n"
 _SYSTEM = "You are a helpful assistant."
 
 
-def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
+def tools_as_text(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
     """Return the messages with calls and results as text, and the tools described at the beginning.
 
     Consecutive results share one user message, for templates that alternate roles."""
@@ -66,7 +66,7 @@ def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_s
     return shown
 
 
-def introduced(
+def with_tool_prompt(
     messages: Sequence[Message], tools: Sequence[Any], syntax: ToolSyntax, *, takes_system: bool
 ) -> list[Message]:
     """Return the messages with the tools described at the beginning, for a template that shows their calls itself."""

@@ -148,7 +148,7 @@ class SlicedJson:
                 value, at = yield from self._read(at, depth)
                 items.append(value)
                 plain = plain and type(value) is int
-                at, ends = self._behind(at, b"]")
+                at, ends = self._next_item(at, b"]")
                 if ends:
                     return (items if plain else list(items)), at
             yield
@@ -170,7 +170,7 @@ class SlicedJson:
                     raise ValueError(f"expected a field at byte {at}")
                 name = self._parsed(*key.span(1))
                 fields[name], at = yield from self._read(key.end(), depth)
-                at, ends = self._behind(at, b"}")
+                at, ends = self._next_item(at, b"}")
                 if ends:
                     return fields, at
             yield
@@ -189,7 +189,7 @@ class SlicedJson:
             return (), end + 1, True
         return self._parsed(at, end, opens, closes), end + 1, True
 
-    def _behind(self, at: int, closes: bytes) -> tuple[int, bool]:
+    def _next_item(self, at: int, closes: bytes) -> tuple[int, bool]:
         """Return the place after the `,` or bracket that follows a value, and whether the list or object ends there."""
         at = self._space(at)
         follows = self._data[at : at + 1]

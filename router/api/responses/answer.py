@@ -14,7 +14,7 @@ from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.logprobs import LogprobWriter
 from kvferry.router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
-from kvferry.router.api.sse import TextEvent, named
+from kvferry.router.api.sse import TextEvent, named_event
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Entry, Piece
 
@@ -168,7 +168,7 @@ class ResponseAnswer(Answer):
         self._number += 1
         if self._number - 1 <= self._after:
             return b""
-        return named({"type": kind, **fields, "sequence_number": self._number - 1})
+        return named_event({"type": kind, **fields, "sequence_number": self._number - 1})
 
     def _at(self, part: Part) -> dict[str, Any]:
         return {"item_id": self._id(part), "output_index": part.index}

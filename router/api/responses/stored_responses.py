@@ -15,7 +15,7 @@ from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, Regi
 from kvferry.router.api.responses.body import ResponsesBody
 from kvferry.router.api.responses.items import Item, normal, response_of
 from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
-from kvferry.router.api.responses.truncation import fitted
+from kvferry.router.api.responses.truncation import truncated_chat
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import RequestContext
 
@@ -64,7 +64,7 @@ class StoredResponses:
         items, referred = await self._resolved(call.tenant, normal(body.input, name))
         keep = partial(self._keep, call.tenant, items, history)
         request = ResponsesRequest(name, body, items, history, keep, kept, call.identity.created)
-        chat = await fitted(request, pool, call.tenant) if body.truncation == "auto" else request.chat()
+        chat = await truncated_chat(request, pool, call.tenant) if body.truncation == "auto" else request.chat()
         chat.earlier = earlier + referred
         return chat
 

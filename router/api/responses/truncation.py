@@ -9,7 +9,7 @@ from kvferry.router.api.served_models import ServedModel
 from kvferry.router.text.encoding import Bound
 
 
-async def fitted(request: ResponsesRequest, pool: ServedModel, tenant: str) -> ResponsesChat:
+async def truncated_chat(request: ResponsesRequest, pool: ServedModel, tenant: str) -> ResponsesChat:
     """Return the chat without the fewest oldest turns such that the requested output fits, or at least one token.
 
     System and developer messages and the last turn always stay."""

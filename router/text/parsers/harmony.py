@@ -86,7 +86,7 @@ class HarmonyParser:
     def thinks(self) -> bool:
         return self._head is None and self._kind == "reasoning"
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         """Do nothing: calls have no marker of their own here."""
 
     def feed(self, text: str) -> list[Parsed]:

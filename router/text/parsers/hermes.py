@@ -80,5 +80,5 @@ class LedHermesParser(HermesParser):
         if marker == BEGIN:
             super()._opened(marker)
         else:  # The grammar does not bound the reply.
-            self._lead = self._governed = ""
+            self._lead = self._grammar_marker = ""
             self._end_call()

@@ -70,7 +70,7 @@ class CallParser:
     def __init__(self, names: Collection[str], *, patient: bool = False, thoughts: tuple[str, ...] = ()) -> None:
         self._names = frozenset(names)
         self._patient, self._thoughts = patient, thoughts
-        self._governed = ""
+        self._grammar_marker = ""
         self.paused = False
         self._held = ""
         self._ended = self._whole = False
@@ -90,9 +90,9 @@ class CallParser:
         """Return whether reasoning may follow a call that has begun."""
         return bool(self._thoughts) and (self._inside or self._count > 0)
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         """Take note that a grammar bounds the output behind the next such marker, so that no call is malformed."""
-        self._governed = marker
+        self._grammar_marker = marker
 
     def resume(self) -> str:
         """Return the unread text, which begins with reasoning; go on with the text behind the reasoning."""
@@ -156,7 +156,7 @@ class CallParser:
                 return False
         at, marker = self._next_marker(start)
         if marker:
-            self._patient = self._patient and marker != self._governed
+            self._patient = self._patient and marker != self._grammar_marker
             if at > start:
                 self._emit_text(self._held[:at])
             else:

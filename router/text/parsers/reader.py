@@ -21,7 +21,7 @@ class Reader(Protocol):
     def may_think(self) -> bool:
         """Return whether the next text is or may be reasoning."""
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         """Take note that a grammar bounds the output behind the next such marker; see CallParser.govern."""
 
     def feed(self, text: str) -> list[Parsed]:
@@ -48,9 +48,9 @@ class Turn:
         may_follow = self._calls is not None and self._calls.may_pause
         return may_follow or (self._thought is not None and self._thought.open)
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         if self._calls is not None:
-            self._calls.govern(marker)
+            self._calls.expect_grammar(marker)
 
     def feed(self, text: str) -> list[Parsed]:
         found, reasoning = list[Parsed](), ""

@@ -62,7 +62,7 @@ class Parsing:
         marks = () if self.thinking is None else self.thinking.begins
         parser = calls.parser(calls.names, patient=calls.patient, thoughts=marks)
         if calls.marker_id is None:
-            parser.govern(calls.marker)
+            parser.expect_grammar(calls.marker)
         return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
@@ -109,7 +109,7 @@ class Stage:
         reader, calls = self._reader, self._calls
         thinks = reader.thinks
         if calls is not None and self._is_marked(piece.token_ids):
-            reader.govern(calls.marker)
+            reader.expect_grammar(calls.marker)
         found = reader.feed(piece.text)
         if thinks or reader.thinks or any(each.reasoning for each in found):
             self.reasoning_tokens += len(piece.token_ids)

@@ -29,11 +29,11 @@ def test_what_is_over_leaves_nothing_behind() -> None:
     inflight_prefixes = InflightPrefixes()
     first, second = inflight_prefixes.sent(ABC, ("p1", 1)), inflight_prefixes.sent(ABC, ("p2", 1))
     nothing = inflight_prefixes.sent((), ("p1", 1))
-    first.over()
-    first.over()
-    nothing.over()
+    first.remove()
+    first.remove()
+    nothing.remove()
     assert inflight_prefixes.held(ABC, {"p1": 1, "p2": 1}) == {"p2": 3}
-    second.over()
+    second.remove()
     assert not inflight_prefixes._rows
 
 
