@@ -156,7 +156,7 @@ class AttemptPlanner:
         self.runs_on(others)
         self.failures += 1
         self._failure, self._needs_budget = failure.error, not died and not self._delivered
-        prefills = self._context.able("prefill", culprit, self._spec.adapter, self.fingerprint)
+        prefills = self._context.usable("prefill", culprit, self._spec.adapter, self.fingerprint)
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
     def record_progress(self) -> None:

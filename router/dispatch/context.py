@@ -83,8 +83,8 @@ class DispatchContext(Protocol):
     def suspect(self, late: Placement, *, ships: bool = False) -> None:
         """Suspect the nodes of a late attempt; ships: its first token has arrived, but its blocks have not."""
 
-    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
-        """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure.
+    def usable(self, role: str, also: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
+        """Return the nodes that could take an attempt with this adapter id, including `also` despite its failure.
 
         fingerprint: the one they must have; empty: any."""
 

@@ -74,7 +74,7 @@ class ModelCluster:
         return self._info
 
     def ready(self) -> dict[str, int]:
-        return {role: len(self.able(role)) for role in ROLES} | self._calls.ready()
+        return {role: len(self.usable(role)) for role in ROLES} | self._calls.ready()
 
     def capacity(self) -> Capacity:
         now = self.nodes.clock()
@@ -94,8 +94,8 @@ class ModelCluster:
         self.hedges.requests += 1
         return RequestDispatch(spec, self)
 
-    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
-        """Return the ready and reachable nodes with the adapter; `besides` counts despite an open breaker."""
+    def usable(self, role: str, also: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
+        """Return the ready and reachable nodes with the adapter; `also` counts despite an open breaker."""
         shut = self._open_breakers().nodes
         return {
             entry.key
@@ -103,7 +103,7 @@ class ModelCluster:
             if entry.lease.role == role
             and entry.lease.state == "ready"
             and entry.reachable
-            and (entry.key == besides or entry.key not in shut)
+            and (entry.key == also or entry.key not in shut)
             and holds(entry.lease, adapter)
             and fingerprint in ("", entry.lease.fingerprint)
         }
@@ -220,7 +220,7 @@ class ModelCluster:
         The prefill node has the blocks before them; without one, any other working node, preferably of role prefill."""
         if prefill is not None:
             return prefill.target
-        nodes = self.able("prefill", fingerprint=decode.fingerprint) or self.able(
+        nodes = self.usable("prefill", fingerprint=decode.fingerprint) or self.usable(
             "decode", fingerprint=decode.fingerprint
         )
         best = [self.nodes.entries[key].lease for key in sorted(nodes - {node_key(decode)})]

@@ -172,7 +172,7 @@ async def test_a_stream_goes_on_where_its_prefix_is_even_if_the_index_does_not_k
 async def test_only_decode_node_restarts_in_time() -> None:
     async with Bench([decode("d1", crash_after=3)], patience_s=5) as bench:
         task = asyncio.create_task(collect(bench.start(12)))
-        await until(lambda: not bench.cluster.able("decode"))
+        await until(lambda: not bench.cluster.usable("decode"))
         await asyncio.sleep(0.1)
         await bench.add(decode("d1", epoch=2))
         assert ids(await task) == expected(PROMPT, 12)
@@ -182,7 +182,7 @@ async def test_requests_that_come_while_the_only_decode_node_restarts_wait_for_i
     """Each had been a 503 at once."""
     async with Bench([decode("d1")], patience_s=5) as bench:
         bench["d1"].crash()
-        await until(lambda: not bench.cluster.able("decode"))
+        await until(lambda: not bench.cluster.usable("decode"))
         tasks = [asyncio.create_task(collect(bench.start(6))) for _ in range(8)]
         await asyncio.sleep(0.3)
         await bench.add(decode("d1", epoch=2))
@@ -312,7 +312,7 @@ async def test_attempts_are_bounded() -> None:
 async def test_suspected_prefill_is_spared_for_a_while() -> None:
     async with Bench([prefill(prefill_script=crash_at_once), decode()]) as bench:
         await collect(bench.start(3))
-        assert not bench.cluster.able("prefill")
+        assert not bench.cluster.usable("prefill")
         dispatch = bench.start(3)
         await collect(dispatch)
         assert dispatch.route.prefill is None

@@ -266,7 +266,7 @@ async def test_a_request_that_fits_only_a_suspected_node_is_not_too_long() -> No
     async with Bench([small, decode("d2")]) as bench:
         for _ in range(10):
             bench.nodes.breakers.node_failed(("d2", 1))
-        assert bench.cluster.able("decode") == {("d1", 1)}
+        assert bench.cluster.usable("decode") == {("d1", 1)}
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
 
 

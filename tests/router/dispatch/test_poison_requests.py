@@ -158,7 +158,7 @@ async def test_it_takes_two_decode_nodes_and_no_innocent_stream() -> None:
             await collect(bench.start(50, DEADLY_PROMPT))
         assert caught.value.status == 500
         assert [ids(await stream) for stream in streams] == [expected(prompt, 60) for prompt in prompts]
-        assert len(bench.cluster.able("decode")) == 2
+        assert len(bench.cluster.usable("decode")) == 2
         assert not bench.cluster.deaths.any
 
 
@@ -179,7 +179,7 @@ async def test_it_takes_two_prefill_nodes() -> None:
         with pytest.raises(FatalRequest):
             await collect(bench.start(10, DEADLY_PROMPT))
         assert [ids(await task) for task in innocent] == [expected(PROMPT, 10)] * 8
-        assert len(bench.cluster.able("prefill")) >= 2
+        assert len(bench.cluster.usable("prefill")) >= 2
 
 
 async def test_where_all_share_the_only_node_it_is_found_and_the_others_go_on() -> None:
@@ -188,9 +188,9 @@ async def test_where_all_share_the_only_node_it_is_found_and_the_others_go_on() 
 
         async def restart() -> None:
             for epoch in range(2, 20):
-                await until(lambda: not bench.cluster.able("decode"), 60)
+                await until(lambda: not bench.cluster.usable("decode"), 60)
                 await bench.add(decode("d1", epoch=epoch, step_s=0.01))
-                await until(lambda: bench.cluster.able("decode"))
+                await until(lambda: bench.cluster.usable("decode"))
 
         restarts = asyncio.create_task(restart())
         tasks = [asyncio.create_task(collect(bench.start(40))) for _ in range(5)]
