@@ -20,9 +20,9 @@ Responses = dict[int | str, dict[str, Any]]
 
 _REFERENCE = "#/components/schemas/{model}"
 _ID = {"x-request-id": {"description": "the request's id", "schema": {"type": "string"}}}
-_LATER = {"retry-after": {"description": "seconds after which to retry", "schema": {"type": "integer", "minimum": 1}}}
+_RETRY = {"retry-after": {"description": "seconds after which to retry", "schema": {"type": "integer", "minimum": 1}}}
 
-ANSWERED: Responses = {200: {"headers": _ID}}
+SUCCESS: Responses = {200: {"headers": _ID}}
 """Documentation of a successful answer."""
 _EVENT = {
     "type": "object",
@@ -92,7 +92,7 @@ def answers(model: type[BaseModel], *statuses: int) -> Responses:
     """Describe the answers with these statuses, with Retry-After for those that clients should retry."""
     content = {"application/json": {"schema": _reference(model)}}
     return {
-        status: {"content": content, "headers": {**_ID, **(_LATER if status in RETRY_AFTER_S else {})}}
+        status: {"content": content, "headers": {**_ID, **(_RETRY if status in RETRY_AFTER_S else {})}}
         for status in statuses
     }
 

@@ -70,13 +70,13 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
     def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
         """Return whether the answer is recorded so that the client can resume it; beam search never is."""
         resume, streams = call.resume, bool(getattr(body, "stream", False))
-        wants = (
+        is_recorded = (
             resume.key
             or resume.after
-            or (resume.wants and streams)
+            or (resume.reads_ids and streams)
             or (self.endpoint.always is not None and self.endpoint.always(body))
         )
-        return bool(wants) and not getattr(body, "use_beam_search", False)
+        return bool(is_recorded) and not getattr(body, "use_beam_search", False)
 
     async def _resumed_journal(self, call: RequestContext) -> JournaledRequest:
         """Return the journal that a request names: by the id in its path, and the id of the client's last event."""

@@ -27,7 +27,7 @@ class MethodNotAllowed(InvalidRequest):
 
 def error_body(error: KvferryError, path: str) -> dict[str, Any]:
     """Return the body of an error, in Anthropic's format on its paths and in OpenAI's on all others."""
-    if path == messages.PLACE or path.startswith(messages.PLACE + "/"):
+    if path == messages.PATH or path.startswith(messages.PATH + "/"):
         return messages.message_error(error)
     return error.body()
 

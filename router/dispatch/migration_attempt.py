@@ -16,7 +16,7 @@ from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.failures import known
 from kvferry.router.nodes.node_entry import node_key
 
-MOVE_S = 120.0
+MAX_MOVE_S = 120.0
 """Longest wait for a node to move a stream, in seconds. The node aborts a move whose call is given up."""
 OUTCOME_WAIT_S = 5.0
 """Longest time to wait for the outcome of a move after its call broke, in seconds."""
@@ -57,7 +57,7 @@ class MigrationAttempt(Attempt):
         assert source
         assert target
         before, now = self._predecessor.job, self.job
-        overdue = asyncio.get_running_loop().call_later(MOVE_S, self._overdue, target)
+        overdue = asyncio.get_running_loop().call_later(MAX_MOVE_S, self._overdue, target)
         try:
             await self._client.move(source, MoveRequest(before.request_id, before.attempt, now.attempt, target.target))
         except NodeLost as error:
@@ -77,4 +77,4 @@ class MigrationAttempt(Attempt):
     def _overdue(self, target: NodeLease) -> None:
         """Fail the move unless the handover has happened."""
         if self._kept is not None:
-            self._fail(TransferFailed(f"the migration takes longer than {MOVE_S:g} s"), target)
+            self._fail(TransferFailed(f"the migration takes longer than {MAX_MOVE_S:g} s"), target)

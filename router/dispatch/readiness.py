@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.router.nodes.node_table import NodeTable
 
-OTHERS = "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
+REASON = "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
 
 
 class Readiness:
@@ -21,7 +21,7 @@ class Readiness:
         if self._yes:
             return ""
         others = self._nodes.incompatible_nodes.roles["decode"]
-        why = "" if self._decodes() else self._nodes.registry_health.trouble or (OTHERS if others else "")
+        why = "" if self._decodes() else self._nodes.registry_health.trouble or (REASON if others else "")
         self._yes = not why
         return why
 

@@ -17,7 +17,7 @@ from kvferry.router.text.render_frames import (
     minimal_environment,
     parts_of,
 )
-from kvferry.router.text.rendering import WITHIN
+from kvferry.router.text.rendering import WITHIN_LIMITS
 
 START_S = 30.0
 """Time for the start of a child process, in seconds."""
@@ -66,7 +66,7 @@ class RenderChild:
         self._timer.start()
         begun = self._reply(self._sources)
         if begun is None or begun[0] == MEMORY_SPENT:
-            raise ConfigError(f"the chat template cannot be compiled {WITHIN}", param="chat_template")
+            raise ConfigError(f"the chat template cannot be compiled {WITHIN_LIMITS}", param="chat_template")
         if begun[0] != READY:
             raise ConfigError(f"the chat template does not parse: {begun[1]}", param="chat_template")
 

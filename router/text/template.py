@@ -25,7 +25,7 @@ from kvferry.router.text.render_frames import (
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed
 
-SMALL = 8 * 1024
+SMALL_BYTES = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
 MAX_SOURCE = 2**20
 """Longest source of a template, in characters."""
@@ -95,7 +95,7 @@ class ChatTemplate:
         """Return what the template writes; None if rendering it in this process could take long.
 
         Raises InvalidRequest if the template refuses the variables."""
-        if not self.cheap or len(rendering.frame) > SMALL:
+        if not self.cheap or len(rendering.frame) > SMALL_BYTES:
             return None
         try:
             return self._compiled[rendering.name].render(rendering.variables)

@@ -19,7 +19,7 @@ MAX_WORDS = 2**16
 """Largest number of cached words; beyond it the cache is cleared."""
 MAX_WORD_CHARS = 32
 """Longest cached word, in characters."""
-LEARNED = 32
+MAX_NEW_WORDS = 32
 """Largest number of new words of one text that are encoded separately, at several times the cost."""
 
 
@@ -56,8 +56,8 @@ class WordCache:
     def _learned(self, text: str, words: list[str]) -> list[int]:
         """Return the ids of a text with new words, some of which are kept."""
         new = set(words).difference(self._known)
-        if len(new) > LEARNED:
-            learned = [word for word in new if len(word) <= MAX_WORD_CHARS][:LEARNED]
+        if len(new) > MAX_NEW_WORDS:
+            learned = [word for word in new if len(word) <= MAX_WORD_CHARS][:MAX_NEW_WORDS]
             whole, *apart = self._encode([text, *map(_text, learned)])
             self._keep(dict(zip(learned, apart, strict=True)))
             return whole

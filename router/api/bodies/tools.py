@@ -39,7 +39,7 @@ class FunctionTool(TypedDict):
 
 Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
-OLD = Field(json_schema_extra={"deprecated": True})
+DEPRECATED = Field(json_schema_extra={"deprecated": True})
 Choice = Annotated[str | dict[str, Any] | None, fail_with("must be a string or an object")]
 
 
@@ -63,8 +63,8 @@ class ToolFields(BaseModel):
     tools: Tools | None = None
     tool_choice: Choice = None
     parallel_tool_calls: StrictBool | None = None
-    functions: Annotated[Functions | None, OLD] = None
-    function_call: Annotated[Choice, OLD] = None
+    functions: Annotated[Functions | None, DEPRECATED] = None
+    function_call: Annotated[Choice, DEPRECATED] = None
 
     @property
     def legacy(self) -> bool:

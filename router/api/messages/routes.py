@@ -11,7 +11,7 @@ from kvferry.router.api.documentation import errors, takes
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageTokens
 from kvferry.router.api.messages.body import CountBody
 from kvferry.router.api.messages.chat import chat
-from kvferry.router.api.messages.errors import PLACE
+from kvferry.router.api.messages.errors import PATH
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import CALL, RequestContext
 from kvferry.router.text.encoding import Bound
@@ -23,7 +23,7 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
     router = APIRouter(responses=errors(*statuses, model=MessageErrorAnswer))
 
     @router.post(
-        f"{PLACE}/count_tokens",
+        f"{PATH}/count_tokens",
         summary="Count the tokens of messages",
         response_model=MessageTokens,
         openapi_extra=takes(CountBody),

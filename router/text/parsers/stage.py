@@ -14,7 +14,7 @@ from kvferry.router.text.parsers.reader import Reader, Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.transcript import CallDelta, Parsed, Piece, Transcript
 
-TAIL = 16
+TAIL_TOKENS = 16
 """Number of tokens at a prompt's end that are searched for a reasoning mark."""
 
 
@@ -69,7 +69,7 @@ class Parsing:
         """Return whether the output of this prompt begins within reasoning."""
         if self.thinking is None:
             return False
-        return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+        return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False))
 
 
 PLAIN = Parsing()

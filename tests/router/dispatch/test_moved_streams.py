@@ -351,7 +351,7 @@ async def test_a_stream_that_was_not_moved_in_time_is_recovered_elsewhere_and_no
 
 async def test_a_move_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node has it happen after all, for a successor that nobody waits for any more."""
-    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "MOVE_S", 0.1)
+    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "MAX_MOVE_S", 0.1)
     async with Bench(workers(move_wait_s=0.25)) as bench:
         at, _, tokens = await begun(bench)
         await drain(bench, at)
