@@ -68,7 +68,7 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
         models = pools.ready()
         roles = (*ROLES, *(role for counts in models.values() for role in counts))
         nodes = {role: sum(counts.get(role, 0) for counts in models.values()) for role in roles}
-        why = trouble(pools, placing) or await _troubles(peers, placing)
+        why = trouble(pools, placing) or await _peers_trouble(peers, placing)
         if why:
             response.status_code = 503
             response.headers.update(retry_headers(503))
@@ -99,7 +99,7 @@ def trouble(pools: ServedModels, placing: bool) -> str:
     return "" if serving else "no node can serve yet"
 
 
-async def _troubles(peers: WorkerPeers, placing: bool) -> str:
+async def _peers_trouble(peers: WorkerPeers, placing: bool) -> str:
     """Return the first trouble of the other processes on the port; empty if there is none."""
     for number, reason in (await peers.ask("trouble", placing)).items():
         if reason is None:

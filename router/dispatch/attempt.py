@@ -109,7 +109,7 @@ class Attempt:
     def suspects(self) -> frozenset[NodeKey]:
         """Return the nodes that the attempt waits for and that may hang, or whose links may."""
         prefill, decode = self._prefill_node, self.decode_node
-        waits = decode, None if prefill and self._done_by(prefill.lease) else prefill
+        waits = decode, None if prefill and self._has_finished(prefill.lease) else prefill
         ships = None not in waits and not self._prefilled
         return frozenset(node.key for node in waits if node and (node.suspected or (ships and node.link_suspected)))
 
@@ -129,7 +129,7 @@ class Attempt:
         if delta.attempt != self.job.attempt or self._over:
             return
         if not suits(delta, self.job):
-            self._senseless(self.placement.decode)
+            self._invalid_message(self.placement.decode)
             return
         if not self.decoding:
             self.decoding = True
@@ -176,12 +176,12 @@ class Attempt:
     def _prefill_lost(self, error: NodeLost) -> None:
         """Fail the attempt if the prefill node's lease ended before its part was done."""
         assert self.placement.prefill
-        if not self._done_by(self.placement.prefill):
+        if not self._has_finished(self.placement.prefill):
             self._fail(error, self.placement.prefill)
 
     def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
         """Post an error that a node reported, unless the prefill node had already done its part."""
-        if self._done_by(reporter):
+        if self._has_finished(reporter):
             return
         culprits = nodes_at_fault(error, reporter, self.placement, decoding=self.decoding)
         if len(culprits) == 2 and not self._over:
@@ -194,13 +194,13 @@ class Attempt:
     def _unreachable(self, error: KvferryError, node: NodeLease | None, *, at_fault: bool = True) -> None:
         """Fail the attempt: a node does not answer, or a call to it failed."""
         assert node
-        if self._done_by(node):
+        if self._has_finished(node):
             return
         if at_fault and isinstance(error, NodeLost) and not self._over:
             self._breakers.node_failed(node_key(node))
         self._fail(error, node)
 
-    def _done_by(self, node: NodeLease) -> bool:
+    def _has_finished(self, node: NodeLease) -> bool:
         return node.role == "prefill" and self._first_seen and (self.decoding or self._prefilled)
 
     def _fail(self, error: KvferryError, *culprits: NodeLease) -> None:
@@ -227,7 +227,7 @@ class Attempt:
     def _answer(self, message: Any) -> None:
         """Handle a message of the prefill node's answer."""
         if isinstance(message, FirstToken) and not suits(message.delta, self.job):
-            self._senseless(self.placement.prefill)
+            self._invalid_message(self.placement.prefill)
         elif isinstance(message, FirstToken):
             self._first_seen = True
             self._settle("prefill")
@@ -245,6 +245,6 @@ class Attempt:
             assert self.placement.prefill
             self._reported(error_of(message), self.placement.prefill)
 
-    def _senseless(self, node: NodeLease | None) -> None:
+    def _invalid_message(self, node: NodeLease | None) -> None:
         assert node
         self._fail(NodeLost("a node sent an answer of the wrong type"), node)

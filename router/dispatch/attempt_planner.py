@@ -85,7 +85,7 @@ class AttemptPlanner:
         demand, target_s = self._demand(), self._target_s()
         left_s = min(left_s, target_s)
         try:
-            self._pay()
+            self._spend_retry()
             placement = self._placed(demand, reuse, target_s)
         except (NoNodes, Overloaded) as error:
             if self._is_new and (
@@ -96,7 +96,7 @@ class AttemptPlanner:
             if self.backoff.expired(left_s):
                 raise self._final_error(error) from self._failure
             if not self._needs_budget:
-                self._retry_policy.forgive()
+                self._retry_policy.clear_avoided()
             self._context.held.enter(self, demand.total_len)
             return None
         if placement is None:
@@ -225,7 +225,7 @@ class AttemptPlanner:
         first_by = self._spec.call.first_by
         return first_by - asyncio.get_running_loop().time() if first_by < inf and self._is_new else inf
 
-    def _pay(self) -> None:
+    def _spend_retry(self) -> None:
         """Spend retry budget if no token is out and no node died; raise Overloaded if the budget is empty."""
         if self._needs_budget and not self._context.retries.spend():
             raise Overloaded("the retry budget is exhausted", retry_after=1.0)

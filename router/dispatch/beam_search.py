@@ -53,13 +53,13 @@ class BeamSearch:
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
         """Extend each live beam by its likeliest next tokens `top`, most likely first."""
         assert len(found) == len(self.live)
-        grown: list[Beam] = []
+        extended: list[Beam] = []
         for parent, (beam, answer) in enumerate(zip(self.live, found, strict=True)):
             for rank, (token, logprob) in enumerate(answer.top[: self.candidates], start=1):
                 entry = TokenLogprobs(token, logprob, rank, answer.top)
-                (self._ended if token in self._ending else grown).append(self._extended(beam, parent, entry))
-        grown.sort(key=attrgetter("score"), reverse=True)
-        self.live = grown[: self._width]
+                (self._ended if token in self._ending else extended).append(self._extended(beam, parent, entry))
+        extended.sort(key=attrgetter("score"), reverse=True)
+        self.live = extended[: self._width]
         if self.live and len(self.live[0].entries) == self._max_tokens:
             self._ended += self.live
             self.live = []

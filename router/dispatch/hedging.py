@@ -165,8 +165,8 @@ class HedgePolicy:
 
     def late_s(self, placement: Placement) -> float:
         """Return the seconds after which to check an attempt on this placement: it is late, or may wait for room."""
-        usual_s = late_s(placement)
-        return min(usual_s, GRANT_S) if usual_s > GRANT_S and self._is_crowded(placement) else usual_s
+        limit_s = late_s(placement)
+        return min(limit_s, GRANT_S) if limit_s > GRANT_S and self._is_crowded(placement) else limit_s
 
     async def _elsewhere(self, first: Attempt, is_due: Callable[[], bool]) -> Hedge | None:
         """End an attempt that waits for room and return one on a decode node that has room; None if there is none."""

@@ -82,15 +82,15 @@ class MediaEncoding:
         """Return the first of these nodes that makes the rows; None if none does."""
         for choice in choices[:MAX_TRIES]:
             entry, left_s = self._nodes.entries.get(choice.key), request.deadline_s - (time.monotonic() - began)
-            fair_s = MIN_LIMIT_S + LIMIT_FACTOR * choice.seconds
-            if entry is not None and left_s > 0 and await self._encodes(entry, request, min(left_s, fair_s), fair_s):
+            max_s = MIN_LIMIT_S + LIMIT_FACTOR * choice.seconds
+            if entry is not None and left_s > 0 and await self._encodes(entry, request, min(left_s, max_s), max_s):
                 return entry.lease.target
         return None
 
-    async def _encodes(self, entry: NodeEntry, request: EncodeRequest, limit_s: float, fair_s: float) -> bool:
+    async def _encodes(self, entry: NodeEntry, request: EncodeRequest, limit_s: float, max_s: float) -> bool:
         """Have a node make the rows within limit_s seconds; return whether it has them all.
 
-        A node that had less than fair_s seconds, since the request is nearly out of time, is not blamed for it."""
+        A node that had less than max_s seconds, since the request is nearly out of time, is not blamed for it."""
         began = time.monotonic()
         try:
             tokens, call = sum(item.length for item in request.media), replace(request, deadline_s=limit_s)
@@ -98,7 +98,7 @@ class MediaEncoding:
         except KvferryError as error:
             self._metrics.calls["failed"].inc()
             log.info("%s does not encode: %s", entry.key[0], error)
-            if isinstance(error, NodeLost) and (limit_s >= fair_s or time.monotonic() - began < limit_s):
+            if isinstance(error, NodeLost) and (limit_s >= max_s or time.monotonic() - began < limit_s):
                 self._nodes.breakers.node_failed(entry.key)
             return False
         self._metrics.calls["encoded" if encoded.computed else "cached"].inc()
@@ -145,14 +145,14 @@ class MediaEncoding:
 
     def _usable(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
         """Return the encode nodes that can be called now. fingerprint: the one they must have; empty: any."""
-        shut = self._nodes.breakers.open().nodes if self._nodes.breakers.any else ()
+        open_breakers = self._nodes.breakers.open().nodes if self._nodes.breakers.any else ()
         return [
             entry
             for entry in self._model.encoders
             if entry.reachable
             and not entry.suspected
             and entry.lease.state == "ready"
-            and entry.key not in shut
+            and entry.key not in open_breakers
             and fingerprint in ("", entry.lease.fingerprint)
             and takes(entry.lease, modalities)
         ]

@@ -135,8 +135,8 @@ class ModelMedia:
             and (holds(entry.lease, adapter) or entry.lease.role == "encode")
             and takes(entry.lease, abilities)
         ]
-        alike = {entry.lease.fingerprint for entry in able if entry.lease.role != "encode"}
-        able = [entry for entry in able if entry.lease.fingerprint in alike]
+        fingerprints = {entry.lease.fingerprint for entry in able if entry.lease.role != "encode"}
+        able = [entry for entry in able if entry.lease.fingerprint in fingerprints]
         return sorted(
             able,
             key=lambda entry: (

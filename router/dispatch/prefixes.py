@@ -45,26 +45,26 @@ class Remembered:
 
     def __init__(self, max_blocks: int = MAX_REMEMBERED) -> None:
         self._half = max_blocks // 2
-        self._young: dict[bytes, tuple[NodeKey, ...]] = {}
+        self._recent: dict[bytes, tuple[NodeKey, ...]] = {}
         self._old: dict[bytes, tuple[NodeKey, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._recent) + len(self._old)
 
     def note(self, hashes: Sequence[bytes], nodes: tuple[NodeKey, ...]) -> None:
         """Record that these nodes hold a prompt of these blocks."""
         blocks = hashes[: self._half]
-        if len(self._young) + len(set(blocks).difference(self._young)) > self._half:
-            self._old, self._young = self._young, {}
+        if len(self._recent) + len(set(blocks).difference(self._recent)) > self._half:
+            self._old, self._recent = self._recent, {}
         before: tuple[NodeKey, ...] = ()
         for place, block in enumerate(blocks):
             known = self._known(block)
             if not known:
-                self._young.update(dict.fromkeys(blocks[place:], nodes))
+                self._recent.update(dict.fromkeys(blocks[place:], nodes))
                 break
             if known is not before:  # neighbouring blocks share one tuple
                 before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MAX_NODES]
-            self._young[block] = merged
+            self._recent[block] = merged
 
     def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """Return the leading blocks held, by node id, for nodes given with their epoch.
@@ -80,7 +80,7 @@ class Remembered:
         return found
 
     def _known(self, block: bytes) -> tuple[NodeKey, ...]:
-        return self._young.get(block) or self._old.get(block) or ()
+        return self._recent.get(block) or self._old.get(block) or ()
 
 
 class Prefixes:

@@ -57,10 +57,10 @@ def _turns(messages: Sequence[Message]) -> Iterator[Message]:
         first = place
         while place < len(messages) and messages[place].get("role") in ("tool", "function"):
             place += 1
-        yield from _turn(_thoughtful(message), messages[first:place])
+        yield from _turn(_with_thinking(message), messages[first:place])
 
 
-def _thoughtful(message: Message) -> Message:
+def _with_thinking(message: Message) -> Message:
     """Move an assistant's reasoning to `thinking`, joined with the content if it has calls.
 
     The template accepts reasoning or content beside calls, both as thinking, and no empty list of calls."""

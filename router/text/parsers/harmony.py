@@ -159,13 +159,13 @@ class HarmonyParser:
 
     def _emit_text(self, text: str) -> None:
         if self._kind == "call":
-            self._argue(text)
+            self._add_arguments(text)
         elif text:
             self._shown_kinds.add(self._kind)
             shown, self._between = self._between + text, ""
             self._found.append(Parsed(shown) if self._kind == "text" else Parsed(reasoning=shown))
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         """Add to a call's arguments; text after their end is ordinary text."""
         text = text if self._value else text.lstrip()
         end = self._value_end.feed(text, 0)

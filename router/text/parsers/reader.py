@@ -63,7 +63,7 @@ class Turn:
             found.append(replace(self._calls.feed(text), reasoning=reasoning))
             if not self._calls.paused:
                 return found
-            text = self._think_again()
+            text = self._restart_reasoning()
 
     def finish(self, *, is_whole: bool = False) -> list[Parsed]:
         found = list[Parsed]()
@@ -76,9 +76,9 @@ class Turn:
                 found.append(self._calls.finish(is_whole=is_whole))
             if not self._calls.paused:
                 return found
-            found += self.feed(self._think_again())
+            found += self.feed(self._restart_reasoning())
 
-    def _think_again(self) -> str:
+    def _restart_reasoning(self) -> str:
         """Begin another reasoning; return the text that begins with it."""
         assert self._thought is not None
         assert self._calls is not None

@@ -119,5 +119,5 @@ async def test_a_decode_node_is_credited_once_the_prompt_goes_there(count: int, 
         bench.store.available = False
         await until(lambda: not bench.nodes.registry_health.up)
         await collect(bench.start(count))
-        (nodes,) = set(bench.cluster._prefixes._remembered._young.values())
+        (nodes,) = set(bench.cluster._prefixes._remembered._recent.values())
         assert {node_id for node_id, _ in nodes} == holders

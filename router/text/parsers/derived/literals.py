@@ -205,7 +205,7 @@ class LiteralEnd:
         self._quotes = quotes
         self._open: list[str] = []
         self._string: tuple[str, str, bool] | None = None
-        self._begun = self._sought = 0
+        self._begun = self._searched_to = 0
         self.broken = False
 
     def find(self, text: str, at: int, *, ended: bool) -> tuple[int, bool]:
@@ -213,15 +213,15 @@ class LiteralEnd:
         longest = max(map(len, self._quotes.own))
         while at < len(text) and not self.broken:
             if self._string is not None:
-                found = self._quotes.end(text, self._begun, self._string, self._sought)
+                found = self._quotes.end(text, self._begun, self._string, self._searched_to)
                 if found < 0 or (not ended and self._is_open(text, found)):
-                    self._sought = len(text) - len(self._string[1]) - 1 if found < 0 else found
+                    self._searched_to = len(text) - len(self._string[1]) - 1 if found < 0 else found
                     return at, False
                 at, self._string = found + len(self._string[1]), None
             elif len(text) - at < longest and not ended and self._quotes.own[0].startswith(text[at:]):
                 return at, False
             elif (opened := self._quotes.opened(text, at)) is not None:
-                self._string, self._begun, self._sought = opened, at + len(opened[0]), 0
+                self._string, self._begun, self._searched_to = opened, at + len(opened[0]), 0
                 at = self._begun
             elif text[at] in _PARTNERS:
                 self._open.append(_PARTNERS[text[at]])
