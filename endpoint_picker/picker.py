@@ -71,7 +71,7 @@ class Picker:
 
         While no node can take it, it waits for at most the cluster's queue timeout. Raises NoNodes, Overloaded,
         ContextLengthExceeded; at once NoNodes if no endpoint is allowed, and TargetMissed."""
-        patience, who = Backoff(self.cluster.patience_s), object()
+        backoff, who = Backoff(self.cluster.max_wait_s), object()
         try:
             while True:
                 hashes = self._hashes(wanted)
@@ -83,10 +83,10 @@ class Picker:
                         raise
                     if isinstance(error, Overloaded) and not self.cluster.held.takes(who):
                         raise
-                    if not self._allowed(wanted) or patience.expired(wanted.left_s()):
+                    if not self._allowed(wanted) or backoff.expired(wanted.left_s()):
                         raise
                 self.cluster.held.enter(who, wanted.tokens)
-                await asyncio.sleep(patience.pause_s())
+                await asyncio.sleep(backoff.pause_s())
         finally:
             self.cluster.held.leave(who)
 

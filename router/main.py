@@ -140,7 +140,7 @@ async def run_router(
         local_tokens=settings.local_prefill_tokens,
         buddies=settings.buddies,
         fetch=settings.fetch,
-        patience_s=settings.queue_timeout,
+        max_wait_s=settings.queue_timeout,
         canary=CanaryRelease.of(settings),
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),

@@ -44,7 +44,7 @@ class AttemptPlanner:
         leave: Callable[[], None],
         wake: Callable[[None], None],
     ) -> None:
-        self.backoff, self.failures = Backoff(context.patience_s), 0
+        self.backoff, self.failures = Backoff(context.max_wait_s), 0
         self._spec, self._context, self._delivered = spec, context, delivered
         has_part = spec.call.is_background or spec.call.has_targets
         self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None

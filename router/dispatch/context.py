@@ -30,7 +30,7 @@ Hits = Mapping[str, Mapping[str, int]]
 class DispatchContext(Protocol):
     """Services that one model's cluster provides to its dispatches.
 
-    patience_s    how long a request waits when no node can take it, in seconds
+    max_wait_s    how long a request waits when no node can take it, in seconds
     held          requests that wait for a node
     deaths        poison-request detection
     retries       budget for retries of requests without a first token
@@ -44,7 +44,7 @@ class DispatchContext(Protocol):
     model: ModelNodes
     metrics: RouterMetrics
     router_id: str
-    patience_s: float
+    max_wait_s: float
     held: PendingRequests
     deaths: PoisonRequests
     retries: RetryBudget

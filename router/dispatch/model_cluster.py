@@ -54,7 +54,7 @@ class ModelCluster:
         self.nodes, self.model, self.metrics = shared.nodes, model, shared.metrics
         self._reuse = shared.metrics.reuse.of(model.name.first)
         self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}
-        self.background_calls, self.patience_s = shared.background_calls, shared.patience_s
+        self.background_calls, self.max_wait_s = shared.background_calls, shared.max_wait_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
         self.router_id, self.request_log = shared.client.router_id, shared.request_log

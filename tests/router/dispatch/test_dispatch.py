@@ -197,7 +197,7 @@ async def test_registry_away() -> None:
 
 
 async def test_nothing_can_be_placed() -> None:
-    async with Bench([prefill()], patience_s=0.1) as bench:
+    async with Bench([prefill()], max_wait_s=0.1) as bench:
         assert not bench.cluster.ready()["decode"]
         with pytest.raises(NoNodes) as caught:
             await collect(bench.start(4))
@@ -209,7 +209,7 @@ FULL = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
 
 async def test_full_decode_nodes_refuse_with_a_time(monkeypatch) -> None:
     """At once where many wait for them already, else after a while."""
-    async with Bench([decode(changes={"load": FULL})], patience_s=0.2) as bench:
+    async with Bench([decode(changes={"load": FULL})], max_wait_s=0.2) as bench:
         with pytest.raises(Overloaded) as caught:
             await collect(bench.start(4))
         assert caught.value.retry_after >= 1
@@ -221,7 +221,7 @@ async def test_full_decode_nodes_refuse_with_a_time(monkeypatch) -> None:
 
 async def test_who_comes_while_all_are_full_waits_for_room() -> None:
     """A single node that hung for a moment made the other full: newcomers were sent away at once."""
-    async with Bench([decode(changes={"load": FULL})], patience_s=20) as bench:
+    async with Bench([decode(changes={"load": FULL})], max_wait_s=20) as bench:
         waiting = asyncio.create_task(collect(bench.start(4)))
         await until(lambda: bench.cluster.held.requests == 1)
         await bench.store.announce(replace(bench["d1"].lease, load=Load(free_blocks=100, total_blocks=100)))

@@ -182,7 +182,7 @@ async def test_nothing_is_hedged_beyond_the_budget() -> None:
 
 
 async def test_what_has_not_begun_waits_for_the_budget_and_hears_in_time_that_there_is_none() -> None:
-    async with Bench([prefill(prefill_script=refuse), decode()], patience_s=0.3) as bench:
+    async with Bench([prefill(prefill_script=refuse), decode()], max_wait_s=0.3) as bench:
         bench.cluster.retries = RetryBudget(0.0, 0.0, 0.0)
         with pytest.raises(Overloaded, match="retry budget") as caught:
             await collect(bench.start(6))

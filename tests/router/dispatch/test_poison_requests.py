@@ -150,7 +150,7 @@ def test_failures_are_counted_since_the_request_got_on() -> None:
 
 async def test_it_takes_two_decode_nodes_and_no_innocent_stream() -> None:
     """It had taken all four, and every stream on them."""
-    async with Bench([decode(f"d{i}", step_s=0.02) for i in range(4)], patience_s=10) as bench:
+    async with Bench([decode(f"d{i}", step_s=0.02) for i in range(4)], max_wait_s=10) as bench:
         prompts = [(100 + i, *PROMPT[1:]) for i in range(8)]
         streams = [asyncio.create_task(collect(bench.start(60, prompt))) for prompt in prompts]
         await until(lambda: all(worker.running for worker in bench.workers.values()))
@@ -173,7 +173,7 @@ async def test_it_takes_two_prefill_nodes() -> None:
             yield answer
 
     workers = [prefill(f"p{i}", prefill_script=dies) for i in range(4)]
-    async with Bench([*workers, decode("d1"), decode("d2")], patience_s=10) as bench:
+    async with Bench([*workers, decode("d1"), decode("d2")], max_wait_s=10) as bench:
         innocent = [asyncio.create_task(collect(bench.start(10))) for _ in range(8)]
         await asyncio.sleep(0.02)
         with pytest.raises(FatalRequest):
@@ -184,7 +184,7 @@ async def test_it_takes_two_prefill_nodes() -> None:
 
 async def test_where_all_share_the_only_node_it_is_found_and_the_others_go_on() -> None:
     """The node is restarted each time, as a supervisor does."""
-    async with Bench([decode("d1", step_s=0.01)], patience_s=10) as bench:
+    async with Bench([decode("d1", step_s=0.01)], max_wait_s=10) as bench:
 
         async def restart() -> None:
             for epoch in range(2, 20):
