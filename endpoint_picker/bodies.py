@@ -133,5 +133,7 @@ async def read_prompts(body: PickedBody, data: bytes, pool: ServedModel, tenant:
 
 async def _rendered(body: PickedBody, size: int, pool: ServedModel, tenant: str) -> list[Prompt]:
     """Return the prompts as texts or token ids; size: of the body in bytes."""
-    rendered = body.texts(pool.text) if size < LONG_CHARS else await pool.encoder.beside(body.texts, pool.text, of=size)
+    rendered = (
+        body.texts(pool.text) if size < LONG_CHARS else await pool.encoder.on_thread(body.texts, pool.text, of=size)
+    )
     return [await pool.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in rendered]

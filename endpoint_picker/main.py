@@ -68,7 +68,7 @@ async def run_epp(settings: EppSettings, secrets: ClusterSecrets, store: Store, 
     tenant_registry, metrics = TenantRegistry(settings), RouterMetrics()
     texts = await asyncio.to_thread(load_text_models, settings)
     nodes = RouterCluster(
-        store, store, metrics, buddies=False, fetch=False, patience_s=settings.queue_timeout, token=secrets.token,
+        store, store, metrics, buddies=False, fetch=False, max_wait_s=settings.queue_timeout, token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
     )  # fmt: skip
     services = Services.of(settings, texts, nodes, metrics, tenant_registry)

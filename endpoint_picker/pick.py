@@ -72,7 +72,7 @@ class Pick:
             self._remembered.note(hashes, (entry.key,))
             self._cluster.remember(hashes, (entry.lease,))
             self._cluster.nodes.breakers.node_works(entry.key)
-        self._expected.over()
+        self._expected.remove()
         self._booking.settle()
 
     def end(self) -> None:
@@ -89,5 +89,5 @@ class Pick:
         self._booking = entry.reserve(*self._amounts, lambda error: log.info("a request's node is lost: %s", error))
 
     def _release(self) -> None:
-        self._expected.over()
+        self._expected.remove()
         self._booking.release()

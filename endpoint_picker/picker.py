@@ -71,7 +71,7 @@ class Picker:
 
         While no node can take it, it waits for at most the cluster's queue timeout. Raises NoNodes, Overloaded,
         ContextLengthExceeded; at once NoNodes if no endpoint is allowed, and TargetMissed."""
-        backoff, waiter = Backoff(self.cluster.patience_s), object()
+        backoff, waiter = Backoff(self.cluster.max_wait_s), object()
         try:
             while True:
                 hashes = self._hashes(request)
@@ -83,7 +83,7 @@ class Picker:
                         raise
                     if isinstance(error, Overloaded) and not self.cluster.held.takes(waiter):
                         raise
-                    if not self._allowed(request) or backoff.over(request.left_s()):
+                    if not self._allowed(request) or backoff.expired(request.left_s()):
                         raise
                 self.cluster.held.enter(waiter, request.tokens)
                 await asyncio.sleep(backoff.pause_s())

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.endpoint_picker.ext_proc import OVERWRITE, BodyMode, CommonResponse, ImmediateResponse, ProcessingResponse
 from kvferry.protocol.errors import KvferryError
-from kvferry.router.api.http_errors import shown
+from kvferry.router.api.http_errors import error_body
 from kvferry.router.api.sse import dump
 from kvferry.runtime.rejection import retry_headers
 
@@ -56,7 +56,7 @@ def refused(error: KvferryError, path: str, more: Mapping[str, str]) -> Any:
     more: further headers."""
     headers = {"content-type": "application/json", **retry_headers(error.status, error.retry_after), **more}
     immediate = ImmediateResponse(
-        status={"code": error.status}, body=dump(shown(error, path)), details=f"kvferry_{error.code}"
+        status={"code": error.status}, body=dump(error_body(error, path)), details=f"kvferry_{error.code}"
     )
     for name, value in headers.items():
         _set(immediate.headers, name, value)

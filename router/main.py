@@ -140,7 +140,7 @@ async def run_router(
         local_tokens=settings.local_prefill_tokens,
         buddies=settings.buddies,
         fetch=settings.fetch,
-        patience_s=settings.queue_timeout,
+        max_wait_s=settings.queue_timeout,
         canary=CanaryRelease.of(settings),
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
@@ -196,11 +196,11 @@ async def run_router(
 
 def connection_limits(settings: RouterSettings, descriptors: int) -> Limits:
     """Return the limits of client connections; descriptors: files that the process may have open."""
-    wanted = settings.max_inflight + OWN_DESCRIPTORS
-    if descriptors < wanted:
+    needed = settings.max_inflight + OWN_DESCRIPTORS
+    if descriptors < needed:
         log.warning(
             "%d open files are too few for --max-inflight %d: raise the hard limit (ulimit -Hn) to %d or more",
-            descriptors, settings.max_inflight, wanted,
+            descriptors, settings.max_inflight, needed,
         )  # fmt: skip
     return Limits(
         header_s=settings.header_timeout,

@@ -40,17 +40,17 @@ class RequestIdentity:
 class ResumeHeaders:
     """Headers of a request with which clients resume streams.
 
-    key      `Idempotency-Key`; empty: none
-    after    `Last-Event-ID`; empty: from the beginning
-    wants    the client reads event ids: it sent one of these two headers, or accepts text/event-stream
-    name     id of the answer, from the path of a GET; empty: of the request's body
-    number   number of the last event that a client of the Responses API has; -1: none
-    streams  the answer is streamed, whatever the body asks
+    key        `Idempotency-Key`; empty: none
+    after      `Last-Event-ID`; empty: from the beginning
+    reads_ids  the client reads event ids: it sent one of these two headers, or accepts text/event-stream
+    name       id of the answer, from the path of a GET; empty: of the request's body
+    number     number of the last event that a client of the Responses API has; -1: none
+    streams    the answer is streamed, whatever the body asks
     """
 
     key: str = ""
     after: str = ""
-    wants: bool = False
+    reads_ids: bool = False
     name: str = ""
     number: int = -1
     streams: bool = False

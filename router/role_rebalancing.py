@@ -38,7 +38,7 @@ class RoleRebalancer:
     async def check(self) -> None:
         """Check all models once, and request changes that have been useful for HOLD_S."""
         for pool in self._pools:
-            change = self._wanted_change(pool)
+            change = self._useful_change(pool)
             role = change.role if change else ""
             known, since = self._since.get(pool.name, ("", 0.0))
             if role != known:
@@ -51,7 +51,7 @@ class RoleRebalancer:
         """Check regularly until the end of the block."""
         return background(self._run(), "balance")
 
-    def _wanted_change(self, pool: ServedModel) -> Change | None:
+    def _useful_change(self, pool: ServedModel) -> Change | None:
         """Return a useful change among nodes of one fingerprint, since only they form pairs.
 
         Each fingerprint's nodes get their share of the requests that wait in this router."""

@@ -123,7 +123,7 @@ class KvferryPolicy:
         if prefill:
             reserved.insert(0, self._entry(prefill).reserve(uncached, 0, _ignore_loss))
         self._bookings[run] = reserved
-        request.goes_to([self._entry(node).key for node in (prefill, decode) if node])
+        request.runs_on([self._entry(node).key for node in (prefill, decode) if node])
         computing = self._entry(prefill or decode)
         self._expected[run] = cluster.inflight_prefixes.sent(hashes, computing.key)
         return Choice(prefill, decode)
@@ -165,7 +165,7 @@ class KvferryPolicy:
         """Ignored: `choose` made the reservations."""
 
     def first_token(self, run: Run) -> None:
-        self._expected[run].over()
+        self._expected[run].remove()
         self._clusters[run.ask.model].worth.record(max(0, run.cached_len), run.length)
         if run.prefill is not None:
             self._bookings[run][0].settle()
@@ -185,9 +185,9 @@ class KvferryPolicy:
         """Release all that an attempt holds."""
         for booking in self._bookings.pop(run, ()):
             booking.release()
-        self._expected.pop(run).over()
+        self._expected.pop(run).remove()
         self._taken[run.ask.model, run.ask.background] -= 1
-        self._requests[run].goes_to(())
+        self._requests[run].runs_on(())
 
     async def poll(self) -> None:
         await self.table.refresh()

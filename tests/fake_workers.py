@@ -399,7 +399,7 @@ class Bench:
     def __init__(
         self,
         workers: Sequence[FakeWorker],
-        patience_s: float = 1.0,
+        max_wait_s: float = 1.0,
         silence_s: float = 3.0,
         model: ModelName = ModelName("m"),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
@@ -418,7 +418,7 @@ class Bench:
             self.metrics,
             nodes=self.nodes,
             client=self.client,
-            patience_s=patience_s,
+            max_wait_s=max_wait_s,
             buddies=buddies,
             fetch=fetch,
             canary=canary,

@@ -169,7 +169,7 @@ async def redis_cluster(url: str) -> AsyncIterator[RedisCluster]:
             routers.append(router := ToyRouter(store))
             await stack.enter_async_context(router)
         for router in routers:
-            await until(lambda router=router: len(router.toy.able("decode")) == 2)  # type: ignore[misc]
+            await until(lambda router=router: len(router.toy.usable("decode")) == 2)  # type: ignore[misc]
         yield RedisCluster(routers, workers)
         for each in workers:
             await each.settle()

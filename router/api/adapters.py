@@ -18,7 +18,7 @@ from kvferry.router.api.served_models import ServedModels
 MAX_PATH = 4096
 """Longest path of an adapter, in characters."""
 
-CHANGING: Responses = errors(400, 403, 404, 413, 415, 429, 500, 503)
+ADAPTER_ERRORS: Responses = errors(400, 403, 404, 413, 415, 429, 500, 503)
 """Documented errors of both routes."""
 
 
@@ -54,7 +54,7 @@ ADAPTER_BODIES = (LoadAdapterBody, UnloadAdapterBody)
 
 def adapter_routes(pools: ServedModels, reader: BodyReader, allowed: bool) -> APIRouter:
     """Return the routes; they answer 403 unless `allowed`, since a client names a path that the nodes read."""
-    router = APIRouter(responses=CHANGING)
+    router = APIRouter(responses=ADAPTER_ERRORS)
 
     def check() -> None:
         if not allowed:

@@ -44,7 +44,7 @@ class AdmittedRequest:
     """Context manager of one request that uses nodes, from its limits to the settlement of its tokens.
 
     Entering raises RateLimited. Inside, `turn` waits for nodes, and `began` reports the first token. The admission ends
-    with the block, or at `end` after `go_on`. Its headers show `adaptations` of the messages to the chat template."""
+    with the block, or at `end` after `keep_open`. Its headers show `adaptations` of messages to the chat template."""
 
     def __init__(
         self, call: RequestContext, tenant_registry: TenantRegistry, metrics: RouterMetrics, span: Span
@@ -58,7 +58,7 @@ class AdmittedRequest:
         self._used: Callable[[], TokenUsage] = TokenUsage
         self._charged = 0
         self.adaptations: tuple[str, ...] = ()
-        self._goes_on = self._left = False
+        self._kept_open = self._left = False
 
     def __enter__(self) -> AdmittedRequest:
         self._meter.enter()
@@ -66,12 +66,12 @@ class AdmittedRequest:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._left = kind is not None and issubclass(kind, Cancelled)
-        if not self._goes_on:
+        if not self._kept_open:
             self.end()
 
-    def go_on(self) -> None:
+    def keep_open(self) -> None:
         """Let the admission continue after its block; the caller must call `end`."""
-        self._goes_on = True
+        self._kept_open = True
 
     def end(self) -> None:
         """Settle the tokens used.

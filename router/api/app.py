@@ -27,7 +27,7 @@ from kvferry.router.api.bodies.completions import CompletionBody
 from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.cors import across_origins
-from kvferry.router.api.documentation import ANSWERED, STREAMED, Application, errors, takes
+from kvferry.router.api.documentation import STREAMED, SUCCESS, Application, errors, takes
 from kvferry.router.api.fold import Endpoint
 from kvferry.router.api.generating_route import GeneratingRoute
 from kvferry.router.api.generation_route import InflightLimit
@@ -39,11 +39,11 @@ from kvferry.router.api.keep_alive import KeepAlive
 from kvferry.router.api.messages.answer import MessageAnswer
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageObject
 from kvferry.router.api.messages.body import CountBody, MessagesBody
-from kvferry.router.api.messages.chat import asked
-from kvferry.router.api.messages.errors import PLACE
+from kvferry.router.api.messages.chat import translate
+from kvferry.router.api.messages.errors import PATH
 from kvferry.router.api.messages.routes import counting
 from kvferry.router.api.models_route import about
-from kvferry.router.api.pooling.endpoints import READINGS, PoolingRoute
+from kvferry.router.api.pooling.endpoints import POOLING_ENDPOINTS, PoolingRoute
 from kvferry.router.api.probes import probes, targets
 from kvferry.router.api.rendering_routes import rendering_routes
 from kvferry.router.api.responses.answer import ResponseAnswer
@@ -90,7 +90,7 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             ResponsesBody,
             ResponseAnswer,
             ResponseObject,
-            asked=responses.asked,
+            translate=responses.translate,
             later=background.begin,
             prefix="resp_",
             singly=True,
@@ -106,13 +106,13 @@ def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpo
             singly=True,
         ),
         Endpoint(
-            PLACE,
+            PATH,
             "Create a message (Anthropic Messages API)",
             MessagesBody,
             MessageAnswer,
             MessageObject,
             MessageErrorAnswer,
-            asked,
+            translate,
             prefix="msg_",
             singly=True,
         ),
@@ -163,14 +163,15 @@ def create_app(
     }
     created = exchanges["/v1/responses"]
     assert isinstance(created, GeneratingRoute)
-    background.go_on = created.go_on
-    exchanges |= {each.path: PoolingRoute(each, *shared) for each in READINGS}
+    background.resume = created.continue_request
+    exchanges |= {each.path: PoolingRoute(each, *shared) for each in POOLING_ENDPOINTS}
     exchanges |= {each.path: SpeechRoute(each, *shared) for each in SPEECH_ENDPOINTS}
-    bodies: list[type[BaseModel]] = [*(each.body for each in offered), *dict.fromkeys(each.body for each in READINGS)]
+    pooled = dict.fromkeys(each.body for each in POOLING_ENDPOINTS)
+    bodies: list[type[BaseModel]] = [*(each.body for each in offered), *pooled]
     bodies += [CountBody, TokenizeBody, DetokenizeBody, BatchBody, *ADAPTER_BODIES]
-    told = dict.fromkeys(each.error for each in offered)
-    app = Application(bodies, told, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    guarded, refusals = (_guarded(), (401,)) if tenant_registry.keyring.guards else ({"responses": ANSWERED}, ())
+    outputs = dict.fromkeys(each.error for each in offered)
+    app = Application(bodies, outputs, exception_handlers=HANDLERS, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    guarded, refusals = (_guarded(), (401,)) if tenant_registry.keyring.guards else ({"responses": SUCCESS}, ())
     for router in (
         _working(exchanges, refusals),
         resumed_routes(offered, exchanges, (*GENERATING, *refusals)),
@@ -189,8 +190,8 @@ def create_app(
     if board is not None:
         boards = dashboard.DashboardRoutes(board, peers)
         app.include_router(dashboard.shown(boards, tenant_registry.keyring), **guarded)
-        app.include_router(dashboard.page(boards, tenant_registry.keyring), responses=ANSWERED)
-    app.include_router(probes(pools, metrics, peers, tenant_registry.keyring), responses=ANSWERED)
+        app.include_router(dashboard.page(boards, tenant_registry.keyring), responses=SUCCESS)
+    app.include_router(probes(pools, metrics, peers, tenant_registry.keyring), responses=SUCCESS)
     batches.serve(app, exchanges, lambda: admission.count, tenant_registry.realm, tenant_registry.exists)
     return across_origins(Ingress(app, settings, tenant_registry, exchanges, throttle), settings)
 
@@ -198,7 +199,7 @@ def create_app(
 def _guarded() -> dict[str, Any]:
     """Return the documentation of routes that need a key; Ingress has already checked the key."""
     bearer = HTTPBearer(scheme_name="key", auto_error=False)
-    return {"dependencies": [Security(bearer)], "responses": {**ANSWERED, **errors(401)}}
+    return {"dependencies": [Security(bearer)], "responses": {**SUCCESS, **errors(401)}}
 
 
 def _working(

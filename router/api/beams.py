@@ -67,14 +67,14 @@ class BeamGeneration(Generation):
         first: Output | None = None
         step = 0
         while search.live:
-            asked = [
+            calls = [
                 self._task(self._step(leader, f"{spec.request_id}-b{step}-{i}", beam, forks[i if step else 0]))
                 for i, beam in enumerate(search.live)
             ]
-            told = [await answer for answer in asked]
-            first = first or told[0][0]
-            search.advance([entry for _, entry, _ in told])
-            forks = [told[beam.parent][2] for beam in search.live]
+            answers = [await answer for answer in calls]
+            first = first or answers[0][0]
+            search.advance([entry for _, entry, _ in answers])
+            forks = [answers[beam.parent][2] for beam in search.live]
             step += 1
         assert first
         return search.best(count), first
@@ -83,10 +83,10 @@ class BeamGeneration(Generation):
         self, leader: Choice, request_id: str, beam: Beam, fork_of: Fork | None
     ) -> tuple[Output, TokenLogprobs, Fork | None]:
         """Return a step's output, the candidates for the token after the beam, and the fork for its extensions."""
-        spec, asked = leader.spec, leader.spec.params
+        spec = leader.spec
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2 * self._width, ignore_eos=True)
         if not beam.entries:
-            params = replace(params, prompt_logprobs=asked.prompt_logprobs)
+            params = replace(params, prompt_logprobs=spec.params.prompt_logprobs)
         dispatch = self._pool.cluster.start(
             replace(
                 spec,

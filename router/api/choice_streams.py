@@ -74,7 +74,7 @@ class ChoiceMerge:
         try:
             async with self._room:
                 pieces = self._follow(choice)
-                pieces.listen(self._hear)
+                pieces.listen(self._receive)
                 async for found in pieces:
                     self._inbox.post(found)
                     for follower in followers:
@@ -85,7 +85,7 @@ class ChoiceMerge:
         except Exception as error:
             self._inbox.post((choice, error))
 
-    def _hear(self, choice: Choice, piece: Piece) -> None:
+    def _receive(self, choice: Choice, piece: Piece) -> None:
         """Pass on a piece that arrived without waking its choice's task."""
         if self._listener is not None and self._inbox.awaited:
             self._listener(choice, piece)

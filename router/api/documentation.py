@@ -20,9 +20,9 @@ Responses = dict[int | str, dict[str, Any]]
 
 _REFERENCE = "#/components/schemas/{model}"
 _ID = {"x-request-id": {"description": "the request's id", "schema": {"type": "string"}}}
-_LATER = {"retry-after": {"description": "seconds after which to retry", "schema": {"type": "integer", "minimum": 1}}}
+_RETRY = {"retry-after": {"description": "seconds after which to retry", "schema": {"type": "integer", "minimum": 1}}}
 
-ANSWERED: Responses = {200: {"headers": _ID}}
+SUCCESS: Responses = {200: {"headers": _ID}}
 """Documentation of a successful answer."""
 _EVENT = {
     "type": "object",
@@ -37,13 +37,13 @@ STREAMED: Responses = {200: {"headers": _ID, "content": {"text/event-stream": {"
 class Application(FastAPI):
     """FastAPI application whose OpenAPI schema includes models that no route declares.
 
-    `takes` refers to the models in `bodies`, `answers` to those in `told`. For declared models FastAPI would build
+    `takes` refers to the models in `bodies`, `answers` to those in `outputs`. For declared models FastAPI would build
     unused validators."""
 
-    def __init__(self, bodies: Iterable[type[BaseModel]], told: Iterable[type[BaseModel]], **settings: Any) -> None:
+    def __init__(self, bodies: Iterable[type[BaseModel]], outputs: Iterable[type[BaseModel]], **settings: Any) -> None:
         super().__init__(title="kvferry", version=VERSION, **settings)
         self._models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
-        self._models += [(model, "serialization") for model in told]
+        self._models += [(model, "serialization") for model in outputs]
         self._describing, self._described = asyncio.Lock(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,11 +80,11 @@ def path_parameter(name: str) -> dict[str, Any]:
     return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
-def query_parameters(most: int, **more: dict[str, Any]) -> dict[str, Any]:
+def query_parameters(max_limit: int, **more: dict[str, Any]) -> dict[str, Any]:
     """Return the `openapi_extra` of a list whose endpoint reads its query itself.
 
-    Documents `limit` up to `most`, `after`, and the parameters `more` with their schemas."""
-    known = {"limit": {"type": "integer", "minimum": 1, "maximum": most}, "after": {"type": "string"}, **more}
+    Documents `limit` up to `max_limit`, `after`, and the parameters `more` with their schemas."""
+    known = {"limit": {"type": "integer", "minimum": 1, "maximum": max_limit}, "after": {"type": "string"}, **more}
     return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in known.items()]}
 
 
@@ -92,7 +92,7 @@ def answers(model: type[BaseModel], *statuses: int) -> Responses:
     """Describe the answers with these statuses, with Retry-After for those that clients should retry."""
     content = {"application/json": {"schema": _reference(model)}}
     return {
-        status: {"content": content, "headers": {**_ID, **(_LATER if status in RETRY_AFTER_S else {})}}
+        status: {"content": content, "headers": {**_ID, **(_RETRY if status in RETRY_AFTER_S else {})}}
         for status in statuses
     }
 

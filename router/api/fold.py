@@ -53,11 +53,11 @@ class Answer:
         self._is_alone = self.ids is None and len(self.generation.choices) == 1 and not first[0].singly
         held.add(self._with_ids(*first, self.opening() + self.events(*first)))
         try:
-            self.generation.listen(self._tell, self._plain_writer())
+            self.generation.listen(self._write, self._plain_writer())
             async for choice, piece in rest:
                 if not held.add(self._with_ids(choice, piece, self.events(choice, piece))):
                     await held.flush()
-                self.generation.listen(self._tell, self._plain_writer())
+                self.generation.listen(self._write, self._plain_writer())
         except Exception:
             await held.flush()
             raise
@@ -65,7 +65,7 @@ class Answer:
             held.drop()
             raise
 
-    def _tell(self, choice: Choice, piece: Piece) -> None:
+    def _write(self, choice: Choice, piece: Piece) -> None:
         assert self.held
         add = self.held.add_last if self._is_alone else self.held.add
         if not add(self._with_ids(choice, piece, self.events(choice, piece))):
@@ -145,7 +145,7 @@ class Endpoint:
 
     summary, answer, error  documentation: summary, and models of an answer and an error
     body                    request as received
-    asked                   translates the body into a chat, if it is not one itself; raises KvferryError
+    translate               translates the body into a chat, if it is not one itself; raises KvferryError
     shape                   builds the answer after the first piece
     later                   runs the request in the background and returns an answer, or None; raises KvferryError
     prefix                  prefix of the answer's id
@@ -160,7 +160,7 @@ class Endpoint:
     shape: Callable[[RequestContext, ServedModel, Any, Generation], Answer]
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
-    asked: Callable[[RequestContext, Any, ServedModels], Awaitable[TranslatedChat]] | None = None
+    translate: Callable[[RequestContext, Any, ServedModels], Awaitable[TranslatedChat]] | None = None
     later: Callable[..., Awaitable[Answer | None]] | None = None
     prefix: str = ""
     singly: bool = False

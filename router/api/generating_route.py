@@ -47,7 +47,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         call = admitted.call
         if call.resume.name:
             with self._kept_alive(responder, streams=call.resume.streams):
-                journal = await self._taken_up(call)
+                journal = await self._resumed_journal(call)
                 body, size = await parsed(self.endpoint.body, journal.head.body), len(journal.head.body)
                 return await self.answer(admitted, body, size, responder, journal)
         body, size, opened = await parsed(self.endpoint.body, data), len(data), None
@@ -70,15 +70,15 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
     def _is_recorded(self, call: RequestContext, body: RequestBody) -> bool:
         """Return whether the answer is recorded so that the client can resume it; beam search never is."""
         resume, streams = call.resume, bool(getattr(body, "stream", False))
-        wants = (
+        is_recorded = (
             resume.key
             or resume.after
-            or (resume.wants and streams)
+            or (resume.reads_ids and streams)
             or (self.endpoint.always is not None and self.endpoint.always(body))
         )
-        return bool(wants) and not getattr(body, "use_beam_search", False)
+        return bool(is_recorded) and not getattr(body, "use_beam_search", False)
 
-    async def _taken_up(self, call: RequestContext) -> JournaledRequest:
+    async def _resumed_journal(self, call: RequestContext) -> JournaledRequest:
         """Return the journal that a request names: by the id in its path, and the id of the client's last event."""
         resume = call.resume
         name, place = parsed_id(resume.after) if resume.after else (resume.name, None)
@@ -88,7 +88,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         journal.after, journal.after_event = place, resume.number
         return journal
 
-    async def go_on(self, tenant: str, name: str, computes: bool) -> None:
+    async def continue_request(self, tenant: str, name: str, computes: bool) -> None:
         """Continue a request of a router that died or gave it up, without a client.
 
         computes: if false, produce only what is recorded. Raises KvferryError."""
@@ -124,7 +124,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         self, admitted: AdmittedRequest, body: RequestBody, size: int, responder: Responder,
         journal: JournaledRequest | None,
     ) -> Answer:  # fmt: skip
-        chat, size = await self._asked(admitted.call, body, size)
+        chat, size = await self._as_chat(admitted.call, body, size)
         del body
         pool = self._pools.pool(chat.model)
         parsing = chat.parsing(pool.text)
@@ -137,9 +137,9 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         else:
             generation = Generation(pool, specs, chat.text_options(), parsing, n=chat.sequences())
         if self.endpoint.later is not None:
-            promise = await self.endpoint.later(admitted, pool, chat, generation, journal)
-            if promise is not None:
-                return promise
+            background = await self.endpoint.later(admitted, pool, chat, generation, journal)
+            if background is not None:
+                return background
         ids = self._record(admitted, pool, generation, chat, journal) if journal is not None else None
         if journal is None or (journal.is_own and not journal.has_ended):
             generation.turn = await admitted.turn(pool.turns, generation.size)
@@ -181,10 +181,10 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
         journal.cancel = cancel
         return ids
 
-    async def _asked(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
+    async def _as_chat(self, call: RequestContext, request: RequestBody, size: int) -> tuple[GenerationBody, int]:
         """Return the body as a generation request, and the size in bytes of everything it refers to."""
-        if self.endpoint.asked is not None:
-            chat = await self.endpoint.asked(call, request, self._pools)
+        if self.endpoint.translate is not None:
+            chat = await self.endpoint.translate(call, request, self._pools)
             return chat, size + chat.earlier
         assert isinstance(request, GenerationBody)
         return request, size

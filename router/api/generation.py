@@ -127,8 +127,8 @@ class Generation:
         for choice in self.choices:
             if choice.transcript is not None:
                 output += choice.transcript.completion_tokens
-            if choice.paced:
-                itl_s = max(itl_s, choice.pace_s / choice.paced)
+            if choice.timed_tokens:
+                itl_s = max(itl_s, choice.timed_s / choice.timed_tokens)
         for group in self._groups:
             dispatch = group[0].dispatch
             if dispatch is not None and dispatch.route is not None:

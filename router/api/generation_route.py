@@ -45,7 +45,7 @@ class InflightLimit:
         self.check(own)
         self.count += 1
 
-    def go_on(self) -> None:
+    def keep_counted(self) -> None:
         """Count a request once more for work that continues after its answer; call `leave` for each."""
         self.count += 1
 

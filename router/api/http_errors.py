@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound
 from kvferry.router.api.messages import errors as messages
-from kvferry.router.api.sse import dump, event, named
+from kvferry.router.api.sse import dump, event, named_event
 from kvferry.router.request_context import CALL
 from kvferry.runtime.rejection import retry_headers
 
@@ -25,23 +25,23 @@ class MethodNotAllowed(InvalidRequest):
     status, code = 405, "method_not_allowed"
 
 
-def shown(error: KvferryError, path: str) -> dict[str, Any]:
+def error_body(error: KvferryError, path: str) -> dict[str, Any]:
     """Return the body of an error, in Anthropic's format on its paths and in OpenAI's on all others."""
-    if path == messages.PLACE or path.startswith(messages.PLACE + "/"):
+    if path == messages.PATH or path.startswith(messages.PATH + "/"):
         return messages.message_error(error)
     return error.body()
 
 
 def error_event(error: KvferryError, path: str) -> bytes:
     """Return the last event of a stream that an error ends before its answer began, in the format of the path's API."""
-    value = shown(error, path)
-    return named(value) if "type" in value else event(value)
+    value = error_body(error, path)
+    return named_event(value) if "type" in value else event(value)
 
 
 def error_response(error: KvferryError, path: str) -> Response:
     """Return the HTTP response for an error, in the format of the path's API."""
     headers = retry_headers(error.status, error.retry_after)
-    return Response(dump(shown(error, path)), error.status, headers, "application/json")
+    return Response(dump(error_body(error, path)), error.status, headers, "application/json")
 
 
 def _local(request: Request) -> str:

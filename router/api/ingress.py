@@ -121,8 +121,8 @@ def new_call(headers: Mapping[str, str], tenant: str, realm: str, timeout_s: flo
 def _resume(headers: Mapping[str, str]) -> ResumeHeaders:
     """Return the headers with which a client resumes a stream."""
     key, after = headers.get("idempotency-key", ""), headers.get("last-event-id", "")
-    wants = bool(key or after) or "text/event-stream" in headers.get("accept", "")
-    return ResumeHeaders(key, after, wants) if wants else NO_RESUME
+    reads_ids = bool(key or after) or "text/event-stream" in headers.get("accept", "")
+    return ResumeHeaders(key, after, reads_ids) if reads_ids else NO_RESUME
 
 
 def _traceparent(headers: Mapping[str, str]) -> str:

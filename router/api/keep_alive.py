@@ -17,7 +17,7 @@ from kvferry.runtime.first_step import begun
 
 KEEP_ALIVE_S = 0.4
 """Silence of a stream after which a comment is written, in seconds."""
-LOOK_S = 0.1
+CHECK_S = 0.1
 """Seconds between two checks of all streams."""
 
 
@@ -45,13 +45,13 @@ class KeepAlive:
             stream.close()
 
     def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look, context=Context())
+        self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._check, context=Context())
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         now = time.monotonic()
         for stream in list(self._streams):
-            stream.look(now)
+            stream.fill_silence(now)
         if self._streams:
             self._arm()
 
@@ -68,7 +68,7 @@ class KeptStream:
         """Let the responder send by itself again."""
         self._responder.send = self._send
 
-    def look(self, now: float) -> None:
+    def fill_silence(self, now: float) -> None:
         """Write a comment if the stream is quiet. A client that has not read what was sent needs none."""
         if self._sending or now - self._sent_at < KEEP_ALIVE_S:
             return

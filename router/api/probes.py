@@ -21,7 +21,7 @@ from kvferry.router.worker_peers.exposition import scraped
 from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.rejection import retry_headers
 
-ASKED = {None: False, "0": False, "false": False, "1": True, "true": True}
+NODES_VALUES = {None: False, "0": False, "false": False, "1": True, "true": True}
 """Accepted values of the query parameter `nodes`, by whether they ask for nodes."""
 NODES = {"name": "nodes", "in": "query", "required": False, "schema": {"type": "boolean"}}
 """OpenAPI description of the query parameter `nodes`."""
@@ -64,11 +64,11 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
         openapi_extra={"parameters": [NODES]},
     )
     async def ready(request: Request, response: Response) -> Ready:
-        placing = asks_for_nodes(request.query_params.get("nodes"))
+        placing = parse_nodes(request.query_params.get("nodes"))
         models = pools.ready()
         roles = (*ROLES, *(role for counts in models.values() for role in counts))
         nodes = {role: sum(counts.get(role, 0) for counts in models.values()) for role in roles}
-        why = trouble(pools, placing) or await _troubles(peers, placing)
+        why = trouble(pools, placing) or await _peers_trouble(peers, placing)
         if why:
             response.status_code = 503
             response.headers.update(retry_headers(503))
@@ -82,13 +82,13 @@ def probes(pools: ServedModels, metrics: RouterMetrics, peers: WorkerPeers, keyr
     return router
 
 
-def asks_for_nodes(told: str | None) -> bool:
+def parse_nodes(value: str | None) -> bool:
     """Return what the query parameter `nodes` means. Raises InvalidRequest for an unknown value."""
-    if told not in ASKED:
+    if value not in NODES_VALUES:
         raise InvalidRequest(
-            f"nodes must be 1 or 0, got {told!r:.40}; the answer counts the nodes of each role", param="nodes"
+            f"nodes must be 1 or 0, got {value!r:.40}; the answer counts the nodes of each role", param="nodes"
         )
-    return ASKED[told]
+    return NODES_VALUES[value]
 
 
 def trouble(pools: ServedModels, placing: bool) -> str:
@@ -99,13 +99,13 @@ def trouble(pools: ServedModels, placing: bool) -> str:
     return "" if serving else "no node can serve yet"
 
 
-async def _troubles(peers: WorkerPeers, placing: bool) -> str:
+async def _peers_trouble(peers: WorkerPeers, placing: bool) -> str:
     """Return the first trouble of the other processes on the port; empty if there is none."""
-    for number, told in (await peers.ask("trouble", placing)).items():
-        if told is None:
+    for number, reason in (await peers.ask("trouble", placing)).items():
+        if reason is None:
             return f"no answer from router process {number}"
-        if told:
-            return f"router process {number}: {told.decode()}"
+        if reason:
+            return f"router process {number}: {reason.decode()}"
     return ""
 
 

@@ -53,10 +53,10 @@ def rendering_routes(pools: ServedModels, reader: BodyReader, statuses: Sequence
     def add(path: str, summary: str, body: type[GenerationBody], answer: Any, show: Show) -> None:
         async def shown(request: Request, response: Response) -> Any:
             call, data = request.scope[CALL], await reader.read(request)
-            asked = await parsed(body, data)
-            found = await until_disconnect(request.receive, show(pools, call, asked, len(data)))
-            if asked.adaptations:
-                response.headers[ADAPTED] = ", ".join(asked.adaptations)
+            request_body = await parsed(body, data)
+            found = await until_disconnect(request.receive, show(pools, call, request_body, len(data)))
+            if request_body.adaptations:
+                response.headers[ADAPTED] = ", ".join(request_body.adaptations)
             return found
 
         router.post(path, summary=summary, response_model=answer, openapi_extra=takes(body))(shown)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 from kvferry.protocol.errors import Cancelled, KvferryError
-from kvferry.router.api.http_errors import error_event, shown
+from kvferry.router.api.http_errors import error_body, error_event
 from kvferry.router.api.sse import COMMENT, dump
 from kvferry.runtime.rejection import retry_headers
 
@@ -73,7 +73,7 @@ class Responder:
         if isinstance(error, Cancelled):
             return
         if not self._started:
-            await self.whole(error.status, shown(error, self.path), retry_headers(error.status, error.retry_after))
+            await self.whole(error.status, error_body(error, self.path), retry_headers(error.status, error.retry_after))
         elif self._failing is not None:
             await self.write(self._failing(error), more=False)
 

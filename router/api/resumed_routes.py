@@ -44,15 +44,15 @@ def resumed_routes(
             response_model=endpoint.answer,
             responses={**STREAMED, **errors(*statuses, 404, 409, 422, model=endpoint.error)},
             openapi_extra=described,
-        )(_taken_up(exchanges[endpoint.path]))
+        )(_resume_route(exchanges[endpoint.path]))
     return router
 
 
-def _taken_up(exchange: ASGIApp) -> Callable[[Request], Awaitable[Response]]:
+def _resume_route(exchange: ASGIApp) -> Callable[[Request], Awaitable[Response]]:
     async def take_up(request: Request) -> Response:
         resume = request.scope[CALL].resume
         streams = "text/event-stream" in request.headers.get("accept", "")
-        return taken_up(request, exchange, replace(resume, name=request.path_params["id"], streams=streams))
+        return resumed_response(request, exchange, replace(resume, name=request.path_params["id"], streams=streams))
 
     return take_up
 
@@ -63,10 +63,10 @@ def events_after(request: Request, exchange: ASGIApp) -> Response:
     if given != "-1" and not (given.isascii() and given.isdigit() and int(given[:12]) <= MAX_NUMBER):
         raise InvalidRequest(f"starting_after must be a number up to {MAX_NUMBER}", param="starting_after")
     resume = ResumeHeaders(name=request.path_params["id"], number=int(given), streams=True)
-    return taken_up(request, exchange, resume)
+    return resumed_response(request, exchange, resume)
 
 
-def taken_up(request: Request, exchange: ASGIApp, resume: ResumeHeaders) -> Response:
+def resumed_response(request: Request, exchange: ASGIApp, resume: ResumeHeaders) -> Response:
     """Return the response of the endpoint's route, which then sends the recorded answer."""
     scope = request.scope
     scope[CALL] = replace(scope[CALL], resume=resume)

@@ -30,7 +30,7 @@ class Choice:
 
     Its transcript is created at the first output, so that the nodes do not wait for that work. uncounted: its prompt's
     tokens are reported only with the last token. journal: records its outputs, if any. singly: tokens up to this
-    number make a piece each. tools: names that it calls. paced, pace_s: tokens after the first output, and the
+    number make a piece each. tools: names that it calls. timed_tokens, timed_s: tokens after the first output, and the
     seconds that they took."""
 
     index: int
@@ -43,8 +43,8 @@ class Choice:
     journal: OutputJournal | None = None
     singly: int = 0
     tools: tuple[str, ...] = ()
-    paced: int = 0
-    pace_s: float = 0.0
+    timed_tokens: int = 0
+    timed_s: float = 0.0
 
 
 ChoicePiece = tuple[Choice, Piece]
@@ -132,9 +132,9 @@ class SequenceStream:
         self._listener, self._plain, text = listener, None, choice.transcript
         if write is not None and isinstance(text, Transcript) and text.is_plain and choice.journal is None:
             self._plain = text, write
-        choice.dispatch.listen(self._tell if listener else None)
+        choice.dispatch.listen(self._receive if listener else None)
 
-    def _tell(self, output: Output) -> None:
+    def _receive(self, output: Output) -> None:
         if self._plain is not None and output.finish_reason is None and self._written(output, *self._plain):
             return
         listener, choice = self._listener, self._choice
@@ -161,8 +161,8 @@ class SequenceStream:
         choice, took_s = self._choice, now - self._last
         self._last = now
         self._metrics.itl.observe(took_s / tokens, tokens)
-        choice.paced += tokens
-        choice.pace_s += took_s
+        choice.timed_tokens += tokens
+        choice.timed_s += took_s
 
     def _piece(self, output: Output) -> Piece:
         choice = self._choice

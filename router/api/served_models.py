@@ -113,8 +113,8 @@ class ServedModel:
     async def prompts(self, body: GenerationBody, tenant: str, size: int = LONG_CHARS) -> list[Prompt]:
         """Return the body's prompts, rendered; see `specs`."""
         short = size < LONG_CHARS
-        asked = body.prompts(self.text) if short else await self.encoder.beside(body.prompts, self.text, of=size)
-        return [await self.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in asked]
+        prompts = body.prompts(self.text) if short else await self.encoder.on_thread(body.prompts, self.text, of=size)
+        return [await self.renderer.render(each, tenant) if isinstance(each, Rendering) else each for each in prompts]
 
     def spec(
         self, call: RequestContext, request_id: str, token_ids: Sequence[int], work: Work, cache_salt: str | None
@@ -131,10 +131,10 @@ class ServedModel:
 
     async def _grammar(self, call: RequestContext, body: GenerationBody, prompt: Sequence[int]) -> Grammar | None:
         """Return the tested grammar of all outputs, or None; raise InvalidRequest naming the field."""
-        asked = body.grammar(self.text, prompt)
-        if asked is None:
+        requested = body.grammar(self.text, prompt)
+        if requested is None:
             return None
-        param, grammar = asked
+        param, grammar = requested
         if body.use_beam_search:
             raise InvalidRequest(f"{param}: beam search does not support grammars", param=param)
         if self.checker is None:
@@ -165,10 +165,10 @@ class ServedModel:
         """Return max_tokens: the requested number, else the shape's default, else the rest of the context.
 
         A requested 0 (echo only) still takes one. Raises ContextLengthExceeded."""
-        bound_field, asked = body.output_bound()
+        bound_field, requested = body.output_bound()
         limit = self.max_model_len
         room = limit - prompt_len
-        needed = max(asked if asked is not None else min(room, body.output_default or room), 1)
+        needed = max(requested if requested is not None else min(room, body.output_default or room), 1)
         if needed > room:
             raise context_exceeded(prompt_len, needed, limit, body.prompt_field if room < 1 else bound_field)
         return needed

@@ -25,7 +25,7 @@ def event(value: Any) -> bytes:
     return b"data: " + dump(value) + b"\n\n"
 
 
-def named(value: dict[str, Any]) -> bytes:
+def named_event(value: dict[str, Any]) -> bytes:
     """Encode one event named after its data's `type`."""
     return f"event: {value['type']}\n".encode() + event(value)
 

@@ -58,8 +58,8 @@ async def tokenize(pools: ServedModels, data: bytes, tenant: str) -> dict[str, A
     elif body.content is not None:
         field, text, marked = "content", body.content, bool(body.add_special)
     else:
-        asked = await pool.encoder.beside(body.rendering, pool.text, body.messages or [], body.tools)
-        text = await pool.renderer.render(asked, tenant)
+        rendering = await pool.encoder.on_thread(body.rendering, pool.text, body.messages or [], body.tools)
+        text = await pool.renderer.render(rendering, tenant)
         field, marked = "messages", bool(body.add_special_tokens)
     bound = Bound(pool.max_model_len, field, truncated=True)
     (tokens,) = await pool.encoder.encode([text], bound, add_special_tokens=marked)
@@ -100,5 +100,5 @@ async def detokenize(pools: ServedModels, data: bytes) -> dict[str, Any]:
     pool.check_ids(body.tokens, "tokens")
     decode = partial(pool.text.tokenizer.decode, skip_special_tokens=False)
     long = len(body.tokens) >= LONG_CHARS
-    text = await pool.encoder.beside(decode, body.tokens) if long else decode(body.tokens)
+    text = await pool.encoder.on_thread(decode, body.tokens) if long else decode(body.tokens)
     return {"prompt": text, "content": text}

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from kvferry.router.api.responder import Responder
 from kvferry.runtime.first_step import begun
 
-MOST_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024
 """Bytes held back before the writer must wait for the client."""
 
 
@@ -36,7 +36,7 @@ class WriteBuffer:
                 self._loop.call_soon(self._write, context=self._context)
             self._parts.append(data)
             self._size += len(data)
-        return self._waiting is None and self._size < MOST_BYTES
+        return self._waiting is None and self._size < MAX_BYTES
 
     def add_last(self, data: bytes) -> bool:
         """Append data and write everything now; return what `add` does."""
@@ -44,7 +44,7 @@ class WriteBuffer:
             self._parts.append(data)
             self._size += len(data)
             self._context.run(self._write)
-        return self._waiting is None and self._size < MOST_BYTES
+        return self._waiting is None and self._size < MAX_BYTES
 
     def write_through(self, data: bytes) -> bool:
         """Write data without a detour; return False, with nothing written, where `add_last` has more to do."""

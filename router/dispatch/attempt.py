@@ -24,7 +24,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.router.dispatch.attempt_calls import AttemptCalls
 from kvferry.router.dispatch.background_calls import BackgroundCalls
-from kvferry.router.dispatch.events import Drains, Event, Suspected
+from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import error_of, failure, known, nodes_at_fault
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
@@ -89,7 +89,7 @@ class Attempt:
         for booking in self._bookings.values():
             booking.release()
         self._bookings = {}
-        self._expected.over()
+        self._expected.remove()
         if self.decode_node:
             self.decode_node.listeners.pop(self.job.request_id, None)
         if cancel:
@@ -98,7 +98,7 @@ class Attempt:
             for node in filter(None, (None if self._prefilled else self.placement.prefill, self.placement.decode)):
                 self._background_calls.send(self._client.drop(node, drop))
         else:
-            self._background_calls.bound(task, TAIL_S)
+            self._background_calls.limit(task, TAIL_S)
 
     @property
     def age_s(self) -> float:
@@ -109,7 +109,7 @@ class Attempt:
     def suspects(self) -> frozenset[NodeKey]:
         """Return the nodes that the attempt waits for and that may hang, or whose links may."""
         prefill, decode = self._prefill_node, self.decode_node
-        waits = decode, None if prefill and self._done_by(prefill.lease) else prefill
+        waits = decode, None if prefill and self._has_finished(prefill.lease) else prefill
         ships = None not in waits and not self._prefilled
         return frozenset(node.key for node in waits if node and (node.suspected or (ships and node.link_suspected)))
 
@@ -118,18 +118,18 @@ class Attempt:
         """Return whether the first token has arrived, and the decode node has not begun to stream."""
         return self._first_seen and not self.decoding and self.decode_node is not None
 
-    def stall(self, *, blames: bool) -> None:
+    def stall(self, *, at_fault: bool) -> None:
         """Fail the attempt: no token came within its share of the deadline. blames: its node is at fault."""
         error, place = NodeLost("no token within the attempt's share of the deadline"), self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
-        self._unreachable(error, node or place.prefill, blames=blames)
+        self._unreachable(error, node or place.prefill, at_fault=at_fault)
 
     def delta(self, delta: TokenDelta) -> None:
         """Handle a token delta from the decode node's stream."""
         if delta.attempt != self.job.attempt or self._over:
             return
         if not suits(delta, self.job):
-            self._senseless(self.placement.decode)
+            self._invalid_message(self.placement.decode)
             return
         if not self.decoding:
             self.decoding = True
@@ -152,7 +152,7 @@ class Attempt:
     def drains(self) -> None:
         """Post that the decode node drains."""
         if not self._over:
-            self._post(Drains(self.job.attempt))
+            self._post(NodeDrains(self.job.attempt))
 
     def _book(self) -> None:
         """Reserve the prompt's tokens on the prefill node and the blocks on the decode node, until they are in use."""
@@ -167,21 +167,21 @@ class Attempt:
     def _settle(self, role: str) -> None:
         if booking := self._bookings.get(role):
             booking.settle()
-        self._expected.over()
+        self._expected.remove()
 
     def _suspect(self) -> None:
         if not self._over:
-            self._post(Suspected(self.job.attempt))
+            self._post(NodeSuspected(self.job.attempt))
 
     def _prefill_lost(self, error: NodeLost) -> None:
         """Fail the attempt if the prefill node's lease ended before its part was done."""
         assert self.placement.prefill
-        if not self._done_by(self.placement.prefill):
+        if not self._has_finished(self.placement.prefill):
             self._fail(error, self.placement.prefill)
 
     def _reported(self, error: KvferryError, reporter: NodeLease) -> None:
         """Post an error that a node reported, unless the prefill node had already done its part."""
-        if self._done_by(reporter):
+        if self._has_finished(reporter):
             return
         culprits = nodes_at_fault(error, reporter, self.placement, decoding=self.decoding)
         if len(culprits) == 2 and not self._over:
@@ -191,16 +191,16 @@ class Attempt:
                 self._breakers.corrupt(prefill, decode)
         self._fail(error, *culprits)
 
-    def _unreachable(self, error: KvferryError, node: NodeLease | None, *, blames: bool = True) -> None:
+    def _unreachable(self, error: KvferryError, node: NodeLease | None, *, at_fault: bool = True) -> None:
         """Fail the attempt: a node does not answer, or a call to it failed."""
         assert node
-        if self._done_by(node):
+        if self._has_finished(node):
             return
-        if blames and isinstance(error, NodeLost) and not self._over:
+        if at_fault and isinstance(error, NodeLost) and not self._over:
             self._breakers.node_failed(node_key(node))
         self._fail(error, node)
 
-    def _done_by(self, node: NodeLease) -> bool:
+    def _has_finished(self, node: NodeLease) -> bool:
         return node.role == "prefill" and self._first_seen and (self.decoding or self._prefilled)
 
     def _fail(self, error: KvferryError, *culprits: NodeLease) -> None:
@@ -218,8 +218,8 @@ class Attempt:
                 return
             await self._client.prefill(lease, PrefillRequest(self.job, decode.target if decode else None), self._answer)
         except Exception as error:
-            told = known(error, lease)
-            (self._unreachable if isinstance(told, NodeLost) else self._reported)(told, lease)
+            reported = known(error, lease)
+            (self._unreachable if isinstance(reported, NodeLost) else self._reported)(reported, lease)
             return
         if not self._prefilled:
             self._unreachable(NodeLost(f"{lease.node_id} ended its response early"), lease)
@@ -227,7 +227,7 @@ class Attempt:
     def _answer(self, message: Any) -> None:
         """Handle a message of the prefill node's answer."""
         if isinstance(message, FirstToken) and not suits(message.delta, self.job):
-            self._senseless(self.placement.prefill)
+            self._invalid_message(self.placement.prefill)
         elif isinstance(message, FirstToken):
             self._first_seen = True
             self._settle("prefill")
@@ -245,6 +245,6 @@ class Attempt:
             assert self.placement.prefill
             self._reported(error_of(message), self.placement.prefill)
 
-    def _senseless(self, node: NodeLease | None) -> None:
+    def _invalid_message(self, node: NodeLease | None) -> None:
         assert node
         self._fail(NodeLost("a node sent an answer of the wrong type"), node)

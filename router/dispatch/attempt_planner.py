@@ -14,7 +14,7 @@ from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import DeadlineExceeded, GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch import jobs
-from kvferry.router.dispatch.context import DispatchContext, Hashes, Held
+from kvferry.router.dispatch.context import DispatchContext, Hashes, Hits
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.dispatch.poison_requests import Suspect
@@ -33,7 +33,7 @@ class AttemptPlanner:
 
     `delivered` is the growing list of output tokens sent to the client. `failures` counts failed attempts.
     `fingerprint` is that of the nodes that may take the request; empty: any, until its first token. A prompt
-    with media has it from the start. `keepers`: nodes with the prompt's blocks, after its first token. leave, wake: see
+    with media has it from the start. `holders`: nodes with the prompt's blocks, after its first token. leave, wake: see
     RequestTargets."""
 
     def __init__(
@@ -44,7 +44,7 @@ class AttemptPlanner:
         leave: Callable[[], None],
         wake: Callable[[None], None],
     ) -> None:
-        self.patience, self.failures = Backoff(context.patience_s), 0
+        self.backoff, self.failures = Backoff(context.max_wait_s), 0
         self._spec, self._context, self._delivered = spec, context, delivered
         has_part = spec.call.is_background or spec.call.has_targets
         self._targets = RequestTargets(spec.call, context, delivered, leave, wake) if has_part else None
@@ -52,9 +52,9 @@ class AttemptPlanner:
         bound = [each.fingerprint for each in (spec.delivered, spec.fork_of, spec.media) if each]
         self.fingerprint = next(filter(None, bound), "")
         self._failure: KvferryError | None = None
-        self._unpaid = False
+        self._needs_budget = False
         self._held: dict[NodeKey, int] = {}
-        self.keepers: list[NodeLease] = []
+        self.holders: list[NodeLease] = []
         self._hashes: Hashes = {}
 
     @property
@@ -70,13 +70,13 @@ class AttemptPlanner:
         """Return the hashes of the full blocks of all tokens on such a node, as computed by `reuse`."""
         return self._hashes.get(node.fingerprint, ()) if node else ()
 
-    async def reuse(self) -> Held:
+    async def reuse(self) -> Hits:
         """Return the leading blocks of all tokens so far that nodes hold."""
         token_ids = self._spec.token_ids + tuple(self._delivered)
         self._hashes = {each.fingerprint: jobs.hashes(self._spec, token_ids, each) for each in self._groups()}
         return await self._context.reuse(self._hashes, self._held)
 
-    def place(self, reuse: Held, left_s: float) -> Placement | None:
+    def place(self, reuse: Hits, left_s: float) -> Placement | None:
         """Place the next attempt; return None if nothing can take it now and it must wait.
 
         A request that never ran is rejected at once if its first token would come too late, if no node can meet its
@@ -85,7 +85,7 @@ class AttemptPlanner:
         demand, target_s = self._demand(), self._target_s()
         left_s = min(left_s, target_s)
         try:
-            self._pay()
+            self._spend_retry()
             placement = self._placed(demand, reuse, target_s)
         except (NoNodes, Overloaded) as error:
             if self._is_new and (
@@ -93,10 +93,10 @@ class AttemptPlanner:
                 or (isinstance(error, Overloaded) and not self._context.held.takes(self))
             ):
                 raise
-            if self.patience.over(left_s):
-                raise self._hopeless(error) from self._failure
-            if not self._unpaid:
-                self._retry_policy.forgive()
+            if self.backoff.expired(left_s):
+                raise self._final_error(error) from self._failure
+            if not self._needs_budget:
+                self._retry_policy.clear_avoided()
             self._context.held.enter(self, demand.total_len)
             return None
         if placement is None:
@@ -106,7 +106,7 @@ class AttemptPlanner:
             raise too_late(placement.promised_s - left_s)
         return placement
 
-    def _placed(self, demand: Demand, reuse: Held, target_s: float) -> Placement | None:
+    def _placed(self, demand: Demand, reuse: Hits, target_s: float) -> Placement | None:
         if self._targets is not None:
             return self._timed(self._targets.place(demand, reuse, self._groups(), target_s))
         return self._timed(self._context.place(demand, reuse, self._groups()))
@@ -116,7 +116,7 @@ class AttemptPlanner:
         media = self._spec.media
         return with_encoding(placement, media, self._context.model) if placement and media else placement
 
-    def elsewhere(self, choices: Sequence[Collection[NodeKey]], reuse: Held) -> Placement | None:
+    def place_second(self, choices: Sequence[Collection[NodeKey]], reuse: Hits) -> Placement | None:
         """Place a second attempt that avoids the first of these sets of nodes possible; None if no node has room."""
         demand = replace(self._demand(), pinned=None, recovers=False)
         for avoided in choices:
@@ -125,7 +125,7 @@ class AttemptPlanner:
                 return self._timed(self._context.place(apart, reuse, self._groups(again=True)))
         return None
 
-    def onward(self, leaving: Placement, avoided: Collection[NodeKey], reuse: Held) -> Placement | None:
+    def place_migration(self, leaving: Placement, avoided: Collection[NodeKey], reuse: Hits) -> Placement | None:
         """Place a stream on another decode node than the draining one; None if no node can take it now.
 
         Nodes of another fingerprint, as in a rollout that changes it, cannot read its blocks."""
@@ -138,10 +138,10 @@ class AttemptPlanner:
             return self._context.place(moves, reuse, self._context.model.of(leaving.decode.fingerprint))
         return None
 
-    def goes_to(self, nodes: Collection[NodeKey]) -> None:
+    def runs_on(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
         if self._targets is not None:
-            self._targets.goes_to(nodes)
+            self._targets.runs_on(nodes)
         if self._suspect.losses:
             self._context.deaths.move(self._suspect, nodes)
 
@@ -153,17 +153,17 @@ class AttemptPlanner:
         culprit = node_key(failure.culprits[0])
         if died:
             self._context.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
-        self.goes_to(others)
+        self.runs_on(others)
         self.failures += 1
-        self._failure, self._unpaid = failure.error, not died and not self._delivered
-        prefills = self._context.able("prefill", culprit, self._spec.adapter, self.fingerprint)
+        self._failure, self._needs_budget = failure.error, not died and not self._delivered
+        prefills = self._context.usable("prefill", culprit, self._spec.adapter, self.fingerprint)
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
-    def got_on(self) -> None:
+    def record_progress(self) -> None:
         """Record progress: tokens arrived; called for every output."""
-        if self._failure is None and not self.patience.waiting:
+        if self._failure is None and not self.backoff.waiting:
             return
-        self.patience.rest()
+        self.backoff.reset()
         if self._suspect.losses and self._suspect.cleared_by(len(self._delivered)):
             self._context.deaths.clear(self._suspect)
 
@@ -173,8 +173,8 @@ class AttemptPlanner:
         Other kernels would give other tokens, so its first token binds the request to its fingerprint."""
         self.fingerprint = node.fingerprint
         self._held[node_key(node)] = len(self._spec.token_ids) // node.block_size
-        self.keepers[:] = [each for each in (node, other) if each]
-        self._context.remember(self.hashes(node), self.keepers)
+        self.holders[:] = [each for each in (node, other) if each]
+        self._context.remember(self.hashes(node), self.holders)
 
     def expired(self) -> KvferryError:
         """Return the error of the request after its deadline."""
@@ -204,13 +204,13 @@ class AttemptPlanner:
         fork, deaths, retry_policy = self._spec.fork_of, self._context.deaths, self._retry_policy
         excluded, broken = retry_policy.excluded, retry_policy.broken
         if deaths.any:
-            excluded |= deaths.barred(self._suspect)
+            excluded |= deaths.forbidden_nodes(self._suspect)
         return Demand(
             total_len=len(self._spec.token_ids) + len(self._delivered),
             prompt_only=self._spec.work.ends_on_prompt(len(self._delivered)),
             excluded=excluded,
             broken=broken,
-            penalties=deaths.doubts(self._suspect) if deaths.any else {},
+            penalties=deaths.sharing_costs(self._suspect) if deaths.any else {},
             recovers=bool(self._delivered),
             pinned=retry_policy.pinned,
             local_only=retry_policy.local_only,
@@ -225,13 +225,13 @@ class AttemptPlanner:
         first_by = self._spec.call.first_by
         return first_by - asyncio.get_running_loop().time() if first_by < inf and self._is_new else inf
 
-    def _pay(self) -> None:
+    def _spend_retry(self) -> None:
         """Spend retry budget if no token is out and no node died; raise Overloaded if the budget is empty."""
-        if self._unpaid and not self._context.retries.spend():
+        if self._needs_budget and not self._context.retries.spend():
             raise Overloaded("the retry budget is exhausted", retry_after=1.0)
-        self._unpaid = False
+        self._needs_budget = False
 
-    def _hopeless(self, error: KvferryError) -> KvferryError:
+    def _final_error(self, error: KvferryError) -> KvferryError:
         if isinstance(self._failure, GrantRefused | Overloaded):
             return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
         if isinstance(error, NoNodes) and self.fingerprint and any(map(self._is_other, self._context.model.groups)):

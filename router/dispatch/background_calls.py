@@ -28,7 +28,7 @@ class BackgroundCalls:
         The call may use its task only after its first await."""
         return self.send(begun(call) or _nothing())
 
-    def bound(self, task: asyncio.Task[None], limit_s: float) -> None:
+    def limit(self, task: asyncio.Task[None], limit_s: float) -> None:
         """Cancel the task if it still runs after `limit_s` seconds."""
         if not task.done():
             timer = asyncio.get_running_loop().call_later(limit_s, task.cancel)

@@ -53,13 +53,13 @@ class BeamSearch:
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
         """Extend each live beam by its likeliest next tokens `top`, most likely first."""
         assert len(found) == len(self.live)
-        grown: list[Beam] = []
-        for parent, (beam, told) in enumerate(zip(self.live, found, strict=True)):
-            for rank, (token, logprob) in enumerate(told.top[: self.candidates], start=1):
-                entry = TokenLogprobs(token, logprob, rank, told.top)
-                (self._ended if token in self._ending else grown).append(self._extended(beam, parent, entry))
-        grown.sort(key=attrgetter("score"), reverse=True)
-        self.live = grown[: self._width]
+        extended: list[Beam] = []
+        for parent, (beam, answer) in enumerate(zip(self.live, found, strict=True)):
+            for rank, (token, logprob) in enumerate(answer.top[: self.candidates], start=1):
+                entry = TokenLogprobs(token, logprob, rank, answer.top)
+                (self._ended if token in self._ending else extended).append(self._extended(beam, parent, entry))
+        extended.sort(key=attrgetter("score"), reverse=True)
+        self.live = extended[: self._width]
         if self.live and len(self.live[0].entries) == self._max_tokens:
             self._ended += self.live
             self.live = []
@@ -89,5 +89,5 @@ class BeamSearch:
         if not self.live or len(self._ended) < self._width:
             return False
         now = len(self.live[0].entries)
-        hope = max(self._score(self.live[0].cumulative, length) for length in (now, self._max_tokens))
-        return self._ended[-1].score >= hope
+        best_possible = max(self._score(self.live[0].cumulative, length) for length in (now, self._max_tokens))
+        return self._ended[-1].score >= best_possible

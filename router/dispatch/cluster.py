@@ -49,7 +49,7 @@ class RouterCluster:
     lookup_s            limit of one index lookup, in seconds
     token               returns the secret that authenticates this router to the nodes
     tls                 of connections to the nodes
-    patience_s          how long a request waits when no node can take it, in seconds
+    max_wait_s          how long a request waits when no node can take it, in seconds
     canary              share of new requests for the nodes of one engine; None: nodes share by cost
     last                last known nodes, for a start without the registry; None: are not kept
 
@@ -66,7 +66,7 @@ class RouterCluster:
         buddies: bool = True,
         fetch: bool = True,
         lookup_s: float = 0.1,
-        patience_s: float = 15.0,
+        max_wait_s: float = 15.0,
         canary: CanaryRelease | None = None,
         nodes: NodeTable | None = None,
         client: NodeClient | None = None,
@@ -90,7 +90,7 @@ class RouterCluster:
             local_tokens,
             buddies,
             fetch,
-            patience_s,
+            max_wait_s,
             PoisonRequests(clock),
             retries=RetryBudget(*RETRIES, clock),
             hedges=RetryBudget(*HEDGES, clock),

@@ -23,20 +23,20 @@ from kvferry.router.request_log import RequestLog
 
 Hashes = Mapping[str, Sequence[bytes]]
 """Hashes of a prompt's full blocks, by fingerprint of the nodes that use them."""
-Held = Mapping[str, Mapping[str, int]]
+Hits = Mapping[str, Mapping[str, int]]
 """Leading blocks of a prompt that nodes hold, by fingerprint, then by node id or other index name."""
 
 
 class DispatchContext(Protocol):
     """Services that one model's cluster provides to its dispatches.
 
-    patience_s    how long a request waits when no node can take it, in seconds
+    max_wait_s    how long a request waits when no node can take it, in seconds
     held          requests that wait for a node
     deaths        poison-request detection
     retries       budget for retries of requests without a first token
     hedges        budget for hedged attempts
     request_log   recent requests and events for the dashboard
-    displacement  requests with targets, and patient ones that give way to them
+    displacement  requests with targets, and patient ones that they preempt
     session_notes  notes about sessions for nodes
     canary        choice of the groups that a new request goes to; None: any
     """
@@ -44,7 +44,7 @@ class DispatchContext(Protocol):
     model: ModelNodes
     metrics: RouterMetrics
     router_id: str
-    patience_s: float
+    max_wait_s: float
     held: PendingRequests
     deaths: PoisonRequests
     retries: RetryBudget
@@ -54,7 +54,7 @@ class DispatchContext(Protocol):
     session_notes: SessionNoter
     canary: CanaryRelease | None
 
-    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
+    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Hits:
         """Return the leading blocks that nodes hold; at least those in `held`.
 
         If the index does not answer in time, the result holds no other nodes."""
@@ -62,7 +62,7 @@ class DispatchContext(Protocol):
     def remember(self, hashes: Sequence[bytes], nodes: Sequence[NodeLease]) -> None:
         """Record that these nodes hold the blocks of an attempt's prompt."""
 
-    def place(self, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
+    def place(self, demand: Demand, held: Hits, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
         """Place the next attempt in one of these groups, by default any, given the result of `reuse`.
 
         Raises NoNodes, Overloaded or ContextLengthExceeded."""
@@ -72,23 +72,23 @@ class DispatchContext(Protocol):
         job: Job,
         placement: Placement,
         post: Callable[[Event], None],
-        forerunner: Attempt | None = None,
+        predecessor: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:
         """Reserve the placement and start the attempt; the caller must not await between `place` and this call.
 
-        Returns a MigrationAttempt if `forerunner` is given, the attempt whose node drains. `hashes` are those of the
+        Returns a MigrationAttempt if `predecessor` is given, the attempt whose node drains. `hashes` are those of the
         full blocks that will be computed, if known."""
 
-    def doubt(self, late: Placement, *, ships: bool = False) -> None:
+    def suspect(self, late: Placement, *, ships: bool = False) -> None:
         """Suspect the nodes of a late attempt; ships: its first token has arrived, but its blocks have not."""
 
-    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
-        """Return the nodes that could take an attempt with this adapter id, including `besides` despite its failure.
+    def usable(self, role: str, also: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
+        """Return the nodes that could take an attempt with this adapter id, including `also` despite its failure.
 
         fingerprint: the one they must have; empty: any."""
 
-    def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
+    def account(self, reported: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Return the node's account of the prompt's tokens if it adds up, else one without reuse."""
 
     def record(self, last: Placement, predicted: int, missed: Mapping[str, int], reuse: Reuse, waited_s: float) -> None:

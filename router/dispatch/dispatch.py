@@ -18,7 +18,7 @@ from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
-from kvferry.router.dispatch.events import Drains, Event, Suspected
+from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, ship_late_s
 from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
@@ -48,10 +48,10 @@ class RequestDispatch:
         self._hedged, self._prediction = HedgedAttempts(), ReuseAccount(context)
         self._sink = TokenSink(self._inbox, self._sequence, self._hedged, self._output)
         self.listen = self._sink.listen
-        self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._give_way, self._inbox.post)
-        self.calls_tools = partial(context.session_notes.calls_tools, self._planner.keepers, self._wire_id)
+        self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._preempt, self._inbox.post)
+        self.calls_tools = partial(context.session_notes.calls_tools, self._planner.holders, self._wire_id)
         self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
-        self._migration = Migration(self._hedged, self._planner, context, self._sink.hear)
+        self._migration = Migration(self._hedged, self._planner, context, self._sink.receive)
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
         self._attempts, self._outcome, self._over = 0, "", False
@@ -79,7 +79,7 @@ class RequestDispatch:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
-            self._timers, model = Timers(self._spec.call.deadline, self._ring), self._context.model.name.first
+            self._timers, model = Timers(self._spec.call.deadline, self._on_timer), self._context.model.name.first
             self._record = self._context.request_log.begin(self._spec, model, self._sequence.tokens)
             while not self._sequence.finished:
                 if not self._hedged.runners:
@@ -96,9 +96,9 @@ class RequestDispatch:
                         self._timers.expect(ship_late_s(leader.placement))
                 elif isinstance(event, Failure):
                     self._fail(event)
-                elif isinstance(event, Drains):
+                elif isinstance(event, NodeDrains):
                     await self._hand_over(event.attempt)
-                elif event is Timer.LATE or isinstance(event, Suspected):
+                elif event is Timer.LATE or isinstance(event, NodeSuspected):
                     await self._hedge(late=event is Timer.LATE)
         except Enough:
             self._outcome = "done"
@@ -118,9 +118,9 @@ class RequestDispatch:
         event = await self._inbox.next()
         if self._over:
             raise Cancelled("the request was cancelled")
-        if isinstance(event, TokenDelta) or isinstance(event, Failure | Drains | Suspected):  # noqa: SIM101 - for every token
+        if isinstance(event, TokenDelta) or isinstance(event, Failure | NodeDrains | NodeSuspected):  # noqa: SIM101 - for every token
             number = event.attempt
-            return event if number in self._hedged.runners or self._migration.concerns(number) else None
+            return event if number in self._hedged.runners or self._migration.is_successor(number) else None
         if isinstance(event, Exception):
             try:
                 raise event
@@ -133,7 +133,7 @@ class RequestDispatch:
         assert self._timers
         reuse = await self._planner.reuse()
         while (placement := self._planner.place(reuse, self._timers.left_s)) is None:
-            self._timers.pause(self._planner.patience.pause_s(), self._inbox.post)
+            self._timers.pause(self._planner.backoff.pause_s(), self._inbox.post)
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
@@ -148,42 +148,42 @@ class RequestDispatch:
 
         def is_due() -> bool:
             is_late = self._timers is not None and self._timers.late and not self._inbox
-            return not self._over and self._migration.goes_to is None and (is_late or not late)
+            return not self._over and self._migration.target is None and (is_late or not late)
 
         if (hedge := await self._hedge_policy.plan(is_due, late=late)) is not None:
             self._retried(hedge.kind, hedge.nodes, hedge.reason)
             self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
         elif late and self._timers and self._hedge_policy.waits_for_room:
-            self._timers.look_again()
+            self._timers.repeat_late()
 
     def _begin(self, name: str, placement: Placement) -> None:
         assert self._timers and self._record  # noqa: PT018
         job = self._job(name, placement)
         self._prediction.began(job.attempt, placement)
         hashes = self._planner.hashes(placement.prefill or placement.decode)
-        self._hedged.enter(self._context.launch(job, placement, self._sink.hear, hashes=hashes))
+        self._hedged.enter(self._context.launch(job, placement, self._sink.receive, hashes=hashes))
         self._attempts += 1
         if not self.route or self._attempts == 1:
             self._record.sent(placement)
         self._timers.expect(inf if len(self._hedged.runners) > 1 else self._hedge_policy.late_s(placement))
-        self._planner.goes_to(self._hedged.nodes)
+        self._planner.runs_on(self._hedged.nodes)
 
     def _job(self, name: str, placement: Placement) -> Job:
         """Build the job of the next attempt."""
         assert self._timers
-        told = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
-        return jobs.job(self._spec, name, self._attempts, *told, placement, self._planner.failures)
+        state = tuple(self._sequence.tokens), self._context.router_id, self._timers.left_s
+        return jobs.job(self._spec, name, self._attempts, *state, placement, self._planner.failures)
 
     async def _hand_over(self, number: int) -> None:
         """Start a migration: the node of attempt `number` drains."""
         leaves = self._hedged.leader.placement.decode if self._hedged.leader else None
         if await self._migration.begin(number, self._job):
             self._attempts += 1
-            self._retried("move", (leaves, self._migration.goes_to), "its node drains")
+            self._retried("move", (leaves, self._migration.target), "its node drains")
 
     def _fail(self, failure: Failure) -> None:
         """Give up a failed attempt and apply the retry policy; a hedged attempt may still run."""
-        if self._migration.settles(failure):
+        if self._migration.handles(failure):
             if self._record and self._hedged.leader:
                 self._record.sent(self._hedged.leader.placement, migrates=True)
             return
@@ -193,20 +193,20 @@ class RequestDispatch:
         self._retried(step, failure.culprits, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
 
-    def _give_way(self) -> None:
+    def _preempt(self) -> None:
         """Free the nodes for a request with targets; this one continues later, after its delivered tokens."""
         self._migration.end()
         self._retried("displaced", self._hedged.clear(), "a request with targets takes its place")
-        self._planner.goes_to(self._hedged.nodes)
+        self._planner.runs_on(self._hedged.nodes)
 
-    def _retried(self, step: str, nodes: Iterable[NodeLease | None], told: str) -> None:
+    def _retried(self, step: str, nodes: Iterable[NodeLease | None], detail: str) -> None:
         self._context.metrics.retried(step)
-        self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], told)
+        self._context.request_log.retried(self._record, step, [node.node_id for node in nodes if node], detail)
 
     def _output(self, delta: TokenDelta) -> Output:
         assert self._timers
         self._timers.progressed()
-        self._planner.got_on()
+        self._planner.record_progress()
         if self.route is None:
             self._take_route(delta)
         if delta.finish_reason is not None:
@@ -232,13 +232,13 @@ class RequestDispatch:
             self.route = replace(self.route, reuse=reuse, late=False)
             self._record.cached = reuse.cached_len
 
-    def _ring(self, alarm: Timer) -> None:
-        if alarm is Timer.DEADLINE:
+    def _on_timer(self, timer: Timer) -> None:
+        if timer is Timer.DEADLINE:
             self._inbox.post(self._planner.expired())
-        elif alarm is Timer.STALL:
+        elif timer is Timer.STALL:
             self._hedged.stall(self._timers.stalled_s if self._timers else 0.0)
         else:
-            self._inbox.post(alarm)
+            self._inbox.post(timer)
 
     def _end(self, *, cancel: bool) -> None:
         self._over = True

@@ -1,7 +1,7 @@
-"""Displacement: makes patient requests (batch, flex) give way to those with latency targets, and wait in one queue.
+"""Displacement: preempts patient requests (batch, flex) for those with latency targets; they wait in one queue.
 
 Batch rows, background responses and the tier `flex` are patient. While requests with targets are in flight, patient
-ones start only where they delay none of those, one at a time in the order in which they came or gave way."""
+ones start only where they delay none of those, one at a time in the order in which they came or were preempted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvferry.placement.types import OVERTAKEN, Demand, NodeKey, Placement
 from kvferry.router.nodes.capacity_summary import CapacitySummary
 from kvferry.router.nodes.model_nodes import FingerprintGroup, holds
 
-MOST_DISPLACED = 64
-"""Maximum number of patient requests that give way to one request."""
+MAX_DISPLACED = 64
+"""Maximum number of patient requests that one request preempts."""
 
 
 class PatientRequest(Protocol):
@@ -25,7 +25,7 @@ class PatientRequest(Protocol):
     def uncomputed(self) -> int:
         """Return the prompt tokens that its node computes first; 0 once it has a token of this attempt."""
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         """Leave the nodes; the request continues later, after its delivered tokens."""
 
     def retry(self) -> None:
@@ -63,7 +63,7 @@ class Displacement:
     def end(self, request: PatientRequest) -> None:
         """Forget a request."""
         self._targets.pop(request, None)
-        self.go_on(request)
+        self.stop_waiting(request)
         if request in self._nodes:
             self.runs(request, ())
 
@@ -83,7 +83,7 @@ class Displacement:
         """Return whether the request waits because of requests with targets."""
         return request in self._waiting
 
-    def go_on(self, request: PatientRequest) -> None:
+    def stop_waiting(self, request: PatientRequest) -> None:
         """Let the next request try, since this one no longer waits."""
         if self._waiting and request in self._waiting:
             first = self.may_try(request)
@@ -92,7 +92,7 @@ class Displacement:
                 next(iter(self._waiting)).retry()
 
     def displace_streams(self, demand: Demand, groups: Sequence[FingerprintGroup]) -> bool:
-        """Make streams give way on the decode node where the fewest must, so that it takes this demand.
+        """Preempt streams on the decode node with the fewest to preempt, so that it takes this demand.
 
         Returns False, and displaces nothing, if that would help on no node."""
         found: list[tuple[float, NodeKey]] = []
@@ -102,17 +102,17 @@ class Displacement:
             if view is None or view.role != "decode" or key in demand.excluded or not holds(view.lease, demand.adapter):
                 continue
             over = streams_over(view, demand.itl_s)
-            if 0 < over <= min(len(requests), MOST_DISPLACED) and any(key in group for group in groups):
+            if 0 < over <= min(len(requests), MAX_DISPLACED) and any(key in group for group in groups):
                 found.append((over, key))
         if not found:
             return False
         over, key = min(found)
         for request in list(self._patient[key])[-int(over) :]:
-            request.give_way()
+            request.preempt()
         return True
 
     def displace_prompts(self, placement: Placement, late_s: float) -> bool:
-        """Make prompts give way, the newest first, on the node that would be `late_s` late with the first token.
+        """Preempt prompts, the newest first, on the node that would be `late_s` late with the first token.
 
         Returns False, and displaces nothing, if that would not help."""
         lease = placement.prefill or placement.decode
@@ -121,7 +121,7 @@ class Displacement:
         left = late_s * lease.rates.prefill_tokens_per_s / (1 + OVERTAKEN)
         chosen: list[PatientRequest] = []
         for request in reversed(self._patient.get((lease.node_id, lease.epoch), {})):
-            if left <= 0 or len(chosen) == MOST_DISPLACED:
+            if left <= 0 or len(chosen) == MAX_DISPLACED:
                 break
             if request.uncomputed:
                 chosen.append(request)
@@ -129,5 +129,5 @@ class Displacement:
         if left > 0:
             return False
         for request in chosen:
-            request.give_way()
+            request.preempt()
         return True

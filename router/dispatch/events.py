@@ -9,17 +9,17 @@ from kvferry.router.dispatch.failures import Failure
 
 
 @dataclass(frozen=True, slots=True)
-class Drains:
+class NodeDrains:
     """The node of a streaming attempt drains: it accepts no new work and will exit."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class Suspected:
+class NodeSuspected:
     """A node of a running attempt may hang."""
 
     attempt: int
 
 
-Event = TokenDelta | Failure | Drains | Suspected
+Event = TokenDelta | Failure | NodeDrains | NodeSuspected

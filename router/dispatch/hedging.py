@@ -24,11 +24,11 @@ from kvferry.router.nodes.node_entry import node_key
 
 log = logging.getLogger(__name__)
 
-LATE, LATE_S = 3.0, 1.0
-"""An attempt is late after LATE times its expected time to first token, but not before LATE_S seconds."""
+LATE_FACTOR, MIN_LATE_S = 3.0, 1.0
+"""Multiple of its expected time to first token after which an attempt is late, and the minimum of that in seconds."""
 GRANT_S = 2.0
 """Seconds for which a request waits for room on a crowded decode node before it looks for another one with room."""
-MAX_LEFT = 2
+MAX_NODES_LEFT = 2
 """Maximum number of crowded decode nodes that one request leaves, since it loses its place in each queue."""
 
 
@@ -36,13 +36,13 @@ def late_s(placement: Placement) -> float:
     """Return the seconds after which an attempt on this placement is late with its first token.
 
     For the decode node's first token after it see `ship_late_s`."""
-    return max(LATE_S, LATE * placement.first_token_s)
+    return max(MIN_LATE_S, LATE_FACTOR * placement.first_token_s)
 
 
 def ship_late_s(placement: Placement) -> float:
     """Return the seconds, from the prefill node's token on, after which the decode node's first token is late."""
     step_s = placement.decode.rates.step_s if placement.decode else 0.0
-    return max(LATE_S, LATE * (placement.first_token_s + step_s))
+    return max(MIN_LATE_S, LATE_FACTOR * (placement.first_token_s + step_s))
 
 
 class HedgedAttempts:
@@ -68,7 +68,7 @@ class HedgedAttempts:
         """Add a running attempt."""
         self.runners[attempt.job.attempt] = attempt
 
-    def win(self, number: int) -> None:
+    def keep_only(self, number: int) -> None:
         """Drop all attempts but `number`, which delivered a token."""
         for other in self.runners.keys() - {number}:
             self.leave(other)
@@ -94,7 +94,7 @@ class HedgedAttempts:
 
         Their nodes are at fault only if that is late by `late_s`: near its deadline a request stalls sooner."""
         for runner in self.runners.values():
-            runner.stall(blames=stalled_s >= late_s(runner.placement))
+            runner.stall(at_fault=stalled_s >= late_s(runner.placement))
 
     def close(self, *, cancel: bool) -> None:
         """Close all attempts: the request ended or is given up."""
@@ -133,19 +133,19 @@ class HedgePolicy:
         if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
             return None
         if late and self.waits_for_room:
-            elsewhere, number = await self._elsewhere(first, is_due), first.job.attempt
-            if elsewhere or first.age_s < late_s(first.placement) or number == self._overdue or not is_due():
-                return elsewhere
+            second, number = await self._elsewhere(first, is_due), first.job.attempt
+            if second or first.age_s < late_s(first.placement) or number == self._overdue or not is_due():
+                return second
             self._overdue = number
         if late:
-            self._context.doubt(first.placement, ships=first.ships)
+            self._context.suspect(first.placement, ships=first.ships)
         reuse = await self._planner.reuse()
         suspects = first.suspects
         if first is not self._hedged.leader or not is_due() or not (late or suspects):
             return None
         nodes = [node for node in (first.placement.prefill, first.placement.decode) if node]
         keys = [node_key(node) for node in nodes]
-        placement = self._planner.elsewhere([keys, keys[:1]] if late else [suspects], reuse)
+        placement = self._planner.place_second([keys, keys[:1]] if late else [suspects], reuse)
         if placement is None or (late and not self._context.hedges.spend()):
             return None
         kind, reason = ("hedge", "its token is overdue") if late else ("suspicion", "its node may hang")
@@ -164,24 +164,24 @@ class HedgePolicy:
         return self._is_crowded(first.placement)
 
     def late_s(self, placement: Placement) -> float:
-        """Return the seconds after which to look at an attempt on this placement: it is late, or may wait for room."""
-        usual_s = late_s(placement)
-        return min(usual_s, GRANT_S) if usual_s > GRANT_S and self._is_crowded(placement) else usual_s
+        """Return the seconds after which to check an attempt on this placement: it is late, or may wait for room."""
+        limit_s = late_s(placement)
+        return min(limit_s, GRANT_S) if limit_s > GRANT_S and self._is_crowded(placement) else limit_s
 
     async def _elsewhere(self, first: Attempt, is_due: Callable[[], bool]) -> Hedge | None:
         """End an attempt that waits for room and return one on a decode node that has room; None if there is none."""
         tokens = len(first.job.token_ids) + 1
 
-        def roomless() -> set[NodeKey]:
+        def full_nodes() -> set[NodeKey]:
             return {view.key for view in self._context.model.capacity.views.values() if not _has_room(view, tokens)}
 
         decodes = {entry.key for entry in self._context.model.members if entry.lease.role == "decode"}
-        if self._left_nodes >= MAX_LEFT or decodes <= roomless():
+        if self._left_nodes >= MAX_NODES_LEFT or decodes <= full_nodes():
             return None
         reuse = await self._planner.reuse()
         if first is not self._hedged.leader or not is_due() or not self.waits_for_room:
             return None
-        if (placement := self._planner.elsewhere([roomless()], reuse)) is None:
+        if (placement := self._planner.place_second([full_nodes()], reuse)) is None:
             return None
         self._left_nodes += 1
         nodes = [node for node in (first.placement.decode,) if node]
@@ -204,7 +204,7 @@ class HedgePolicy:
             self._context.metrics.false_suspicions.inc()
             log.info("%s: the suspected node's token came first", attempt.job.request_id)
         self._suspected = None
-        self._hedged.win(delta.attempt)
+        self._hedged.keep_only(delta.attempt)
 
 
 def _has_room(node: NodeView, tokens: int) -> bool:

@@ -12,12 +12,12 @@ from itertools import islice
 from kvferry.cluster_state.prefix_search import longest
 from kvferry.placement.types import NodeKey
 
-LOOKED_AT = 64
+MAX_COMPARED = 64
 """Largest number of earlier prompts compared with a new one, latest first."""
 
 
 class ExpectedPrefix:
-    """Blocks of one prompt that a node will have in its cache, until `over`."""
+    """Blocks of one prompt that a node will have in its cache, until `remove`."""
 
     __slots__ = ("_rows", "hashes", "node")
 
@@ -26,7 +26,7 @@ class ExpectedPrefix:
         if hashes:
             rows.setdefault(hashes[0], {})[self] = None
 
-    def over(self) -> None:
+    def remove(self) -> None:
         """Remove the prompt: it is computed or given up. May be called repeatedly."""
         row = self._rows.get(self.hashes[0], {}) if self.hashes else {}
         row.pop(self, None)
@@ -51,7 +51,7 @@ class InflightPrefixes:
     def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """Return the leading blocks that will be held, by node id, for nodes given with their epoch."""
         found: dict[str, int] = {}
-        for each in islice(reversed(self._rows.get(hashes[0], {}) if hashes else {}), LOOKED_AT):
+        for each in islice(reversed(self._rows.get(hashes[0], {}) if hashes else {}), MAX_COMPARED):
             node_id, epoch = each.node
             if nodes.get(node_id) == epoch:
                 shared = _shared(hashes, each.hashes)

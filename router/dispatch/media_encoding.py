@@ -1,7 +1,7 @@
 """MediaEncoding: has an encode node encode an attempt's images and audio before the attempt is sent.
 
-If an encode node is lost, suspected, late or full, another one is asked; at last the node that computes the prompt
-encodes the media itself. So no request fails because of encode nodes."""
+If an encode node is lost, suspected, late or full, another one is called; after that, the node that computes the
+prompt encodes the media itself. So no request fails because of encode nodes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from kvferry.router.nodes.watched_call import watched
 
 log = logging.getLogger(__name__)
 
-TRIES = 2
-"""Maximum number of encode nodes asked for one attempt, one after the other."""
-LEAST_S, SLOWNESS = 2.0, 4.0
-"""Time limit of a call: LEAST_S, and SLOWNESS times the expected seconds."""
+MAX_TRIES = 2
+"""Maximum number of encode nodes called for one attempt, one after the other."""
+MIN_LIMIT_S, LIMIT_FACTOR = 2.0, 4.0
+"""Time limit of a call: MIN_LIMIT_S seconds, plus LIMIT_FACTOR times the expected seconds."""
 
 
 class MediaEncoding:
@@ -57,12 +57,12 @@ class MediaEncoding:
 
     def ready(self) -> dict[str, int]:
         """Return how many encode nodes can take a request now, by role; empty if the model has none."""
-        return {"encode": len(self._able())} if self._model.encoders else {}
+        return {"encode": len(self._usable())} if self._model.encoders else {}
 
     async def _encoded(self, job: Job, node: NodeLease) -> Job:
         """Return the job with the node from which its media's rows can be fetched, if one has them."""
         items = [item for item in job.media if item.offset + item.length > job.predicted[0]]
-        able = self._able({item.modality for item in items}, node.fingerprint) if items else []
+        able = self._usable({item.modality for item in items}, node.fingerprint) if items else []
         if not able or not node.media_row_bytes:
             return job
         began = time.monotonic()
@@ -78,35 +78,35 @@ class MediaEncoding:
             self._metrics.seconds.observe(waited_s)
         return replace(job, encoder=encoder, deadline_s=max(0.0, job.deadline_s - waited_s))
 
-    async def _first(self, choices: Sequence[Encoder], asked: EncodeRequest, began: float) -> DecodeTarget | None:
+    async def _first(self, choices: Sequence[Encoder], request: EncodeRequest, began: float) -> DecodeTarget | None:
         """Return the first of these nodes that makes the rows; None if none does."""
-        for choice in choices[:TRIES]:
-            entry, left_s = self._nodes.entries.get(choice.key), asked.deadline_s - (time.monotonic() - began)
-            fair_s = LEAST_S + SLOWNESS * choice.seconds
-            if entry is not None and left_s > 0 and await self._encodes(entry, asked, min(left_s, fair_s), fair_s):
+        for choice in choices[:MAX_TRIES]:
+            entry, left_s = self._nodes.entries.get(choice.key), request.deadline_s - (time.monotonic() - began)
+            max_s = MIN_LIMIT_S + LIMIT_FACTOR * choice.seconds
+            if entry is not None and left_s > 0 and await self._encodes(entry, request, min(left_s, max_s), max_s):
                 return entry.lease.target
         return None
 
-    async def _encodes(self, entry: NodeEntry, asked: EncodeRequest, limit_s: float, fair_s: float) -> bool:
+    async def _encodes(self, entry: NodeEntry, request: EncodeRequest, limit_s: float, max_s: float) -> bool:
         """Have a node make the rows within limit_s seconds; return whether it has them all.
 
-        A node that had less than fair_s seconds, since the request is nearly out of time, is not blamed for it."""
+        A node that had less than max_s seconds, since the request is nearly out of time, is not blamed for it."""
         began = time.monotonic()
         try:
-            tokens, call = sum(item.length for item in asked.media), replace(asked, deadline_s=limit_s)
+            tokens, call = sum(item.length for item in request.media), replace(request, deadline_s=limit_s)
             encoded = await watched(entry, self._call(entry.lease, call), limit_s, tokens)
         except KvferryError as error:
             self._metrics.calls["failed"].inc()
             log.info("%s does not encode: %s", entry.key[0], error)
-            if isinstance(error, NodeLost) and (limit_s >= fair_s or time.monotonic() - began < limit_s):
+            if isinstance(error, NodeLost) and (limit_s >= max_s or time.monotonic() - began < limit_s):
                 self._nodes.breakers.node_failed(entry.key)
             return False
         self._metrics.calls["encoded" if encoded.computed else "cached"].inc()
         return True
 
-    async def _call(self, node: NodeLease, asked: EncodeRequest) -> Encoded:
+    async def _call(self, node: NodeLease, request: EncodeRequest) -> Encoded:
         found: list[Any] = []
-        body = with_data(pack(replace(asked, media=without_data(asked.media))), asked.media)
+        body = with_data(pack(replace(request, media=without_data(request.media))), request.media)
         await self.plain.call(node, "POST /attempts/encode", body, None, None, found.append)
         if len(found) != 1 or not isinstance(found[0], Encoded):
             raise NodeLost(f"{node.node_id} sent an answer of the wrong type")
@@ -143,16 +143,16 @@ class MediaEncoding:
         ]
         return {name: sum(length for length, holders in lengths if name not in holders) for name in names}
 
-    def _able(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
-        """Return the encode nodes that can be asked now. fingerprint: the one they must have; empty: any."""
-        shut = self._nodes.breakers.open().nodes if self._nodes.breakers.any else ()
+    def _usable(self, modalities: Collection[str] = (), fingerprint: str = "") -> list[NodeEntry]:
+        """Return the encode nodes that can be called now. fingerprint: the one they must have; empty: any."""
+        open_breakers = self._nodes.breakers.open().nodes if self._nodes.breakers.any else ()
         return [
             entry
             for entry in self._model.encoders
             if entry.reachable
             and not entry.suspected
             and entry.lease.state == "ready"
-            and entry.key not in shut
+            and entry.key not in open_breakers
             and fingerprint in ("", entry.lease.fingerprint)
             and takes(entry.lease, modalities)
         ]

@@ -11,7 +11,7 @@ from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
-from kvferry.router.dispatch.events import Drains, Event
+from kvferry.router.dispatch.events import Event, NodeDrains
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.hedging import HedgedAttempts
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
@@ -33,16 +33,16 @@ class Migration:
     ) -> None:
         self._hedged, self._planner, self._context, self._post = hedged, planner, context, post
         self._successor: MigrationAttempt | None = None
-        self._unfit: frozenset[NodeKey] = frozenset()
+        self._excluded: frozenset[NodeKey] = frozenset()
         self._failed = 0
         """Moves that failed since the last one that succeeded."""
 
-    def concerns(self, number: int) -> bool:
+    def is_successor(self, number: int) -> bool:
         """Return whether `number` is the successor's attempt number."""
         return self._successor is not None and self._successor.job.attempt == number
 
     @property
-    def goes_to(self) -> NodeLease | None:
+    def target(self) -> NodeLease | None:
         """Return the node on which the successor is to continue, if the stream moves now."""
         return self._successor.placement.decode if self._successor else None
 
@@ -53,8 +53,8 @@ class Migration:
         The first token must have been delivered: after the handover nobody listens to the prefill node, which sends it.
         """
         reuse = await self._planner.reuse()
-        if self.concerns(number):  # The successor's node drains too: ask again once the stream is there.
-            self._again(number)
+        if self.is_successor(number):  # The successor's node drains too: ask again once the stream is there.
+            self._retry_later(number)
         if number not in self._hedged.runners or self._successor:
             return False
         attempt = self._hedged.leader
@@ -62,17 +62,17 @@ class Migration:
         if attempt and is_single and attempt.job.attempt == number and attempt.decoding and self._planner.begun:
             if attempt.decode_node and not attempt.decode_node.drains:
                 return False  # the node no longer drains
-            placement = self._planner.onward(attempt.placement, self._unfit, reuse)
+            placement = self._planner.place_migration(attempt.placement, self._excluded, reuse)
         if attempt is None or placement is None:
-            self._unfit = frozenset()
-            self._again(number)
+            self._excluded = frozenset()
+            self._retry_later(number)
             return False
         successor = self._context.launch(make_job(attempt.job.request_id, placement), placement, self._post, attempt)
         assert isinstance(successor, MigrationAttempt)
         self._successor = successor
         return True
 
-    def settles(self, failure: Failure) -> bool:
+    def handles(self, failure: Failure) -> bool:
         """Return whether a failure belongs to the migration and needs no retry.
 
         This holds for a completed move and for a failed one. A move to an earlier successor that was given up is an
@@ -83,15 +83,15 @@ class Migration:
         if isinstance(failure.error, Moved) and failure.error.later == successor.job.attempt:
             self._successor, self._failed = None, 0
             self._hedged.succeed(failure.attempt, successor)
-            self._planner.goes_to(self._hedged.nodes)
+            self._planner.runs_on(self._hedged.nodes)
             successor.inherit()
             return True
         self.end()
         if failure.attempt != successor.job.attempt:
             return False
-        self._unfit |= {*map(node_key, failure.culprits)}
+        self._excluded |= {*map(node_key, failure.culprits)}
         if self._hedged.leader:
-            self._again(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
+            self._retry_later(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
         self._failed += 1
         return True
 
@@ -101,5 +101,5 @@ class Migration:
             self._successor.close(cancel=True)
         self._successor = None
 
-    def _again(self, number: int, pause_s: float | None = None) -> None:
-        asyncio.get_running_loop().call_later(pause_s or PAUSE_S, self._post, Drains(number))
+    def _retry_later(self, number: int, pause_s: float | None = None) -> None:
+        asyncio.get_running_loop().call_later(pause_s or PAUSE_S, self._post, NodeDrains(number))

@@ -24,7 +24,7 @@ from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.attempt import Attempt
-from kvferry.router.dispatch.context import Hashes, Held
+from kvferry.router.dispatch.context import Hashes, Hits
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.displacement import Displacement
 from kvferry.router.dispatch.events import Event
@@ -54,7 +54,7 @@ class ModelCluster:
         self.nodes, self.model, self.metrics = shared.nodes, model, shared.metrics
         self._reuse = shared.metrics.reuse.of(model.name.first)
         self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}
-        self.background_calls, self.patience_s = shared.background_calls, shared.patience_s
+        self.background_calls, self.max_wait_s = shared.background_calls, shared.max_wait_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
@@ -74,7 +74,7 @@ class ModelCluster:
         return self._info
 
     def ready(self) -> dict[str, int]:
-        return {role: len(self.able(role)) for role in ROLES} | self._calls.ready()
+        return {role: len(self.usable(role)) for role in ROLES} | self._calls.ready()
 
     def capacity(self) -> Capacity:
         now = self.nodes.clock()
@@ -86,7 +86,7 @@ class ModelCluster:
     def start(self, spec: RequestSpec) -> RequestDispatch:
         """Return a dispatch, idle until its first iteration; raise Overloaded if nodes and queue are full."""
         room = self.model.capacity  # maintained sums: the cost does not grow with the number of nodes
-        if not self.held.roomy and (not spec.work.ends_on_prompt() or not room.total.prefills):
+        if not self.held.has_room and (not spec.work.ends_on_prompt() or not room.total.prefills):
             refusal = room.refusal()
             if isinstance(refusal, Overloaded):
                 raise refusal
@@ -94,21 +94,21 @@ class ModelCluster:
         self.hedges.requests += 1
         return RequestDispatch(spec, self)
 
-    def able(self, role: str, besides: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
-        """Return the ready and reachable nodes with the adapter; `besides` counts despite an open breaker."""
-        shut = self._shut().nodes
+    def usable(self, role: str, also: NodeKey | None = None, adapter: str = "", fingerprint: str = "") -> set[NodeKey]:
+        """Return the ready and reachable nodes with the adapter; `also` counts despite an open breaker."""
+        shut = self._open_breakers().nodes
         return {
             entry.key
             for entry in self.model.members
             if entry.lease.role == role
             and entry.lease.state == "ready"
             and entry.reachable
-            and (entry.key == besides or entry.key not in shut)
+            and (entry.key == also or entry.key not in shut)
             and holds(entry.lease, adapter)
             and fingerprint in ("", entry.lease.fingerprint)
         }
 
-    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Held:
+    async def reuse(self, hashes: Hashes, held: Mapping[NodeKey, int]) -> Hits:
         """Return the leading blocks held, in-flight ones included, by node id or other index name; see `Prefixes`."""
         if len(hashes) == 1:  # the usual case, without a task
             ((fingerprint, own),) = hashes.items()
@@ -131,7 +131,7 @@ class ModelCluster:
         """Record that these nodes computed the prompt of these blocks."""
         self._prefixes.note(hashes, tuple(map(node_key, nodes)))
 
-    def place(self, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
+    def place(self, demand: Demand, held: Hits, groups: Sequence[FingerprintGroup] | None = None) -> Placement:
         """Place an attempt in one of these groups, by default any, given the result of `reuse`.
 
         Raises what `placement.place_among` raises. Reserves nothing: do not await between this and `launch`. Uses open
@@ -142,15 +142,15 @@ class ModelCluster:
         if not groups:
             raise no_nodes(self.model.name.first)
         sides = [self._side(demand, group, held.get(group.fingerprint, {})) for group in groups]
-        shut, suspects = self._shut(), self.model.suspects
+        shut, suspects = self._open_breakers(), self.model.suspects
         if suspects or any(shut):
             nodes = demand.excluded | (shut.nodes | suspects) - {demand.pinned}
             broken = demand.broken | shut.pairs
-            wary = [(replaced(each, excluded=nodes, broken=broken), views) for each, views in sides]
+            avoiding = [(replaced(each, excluded=nodes, broken=broken), views) for each, views in sides]
             if demand.source:
-                return place_among(wary)
+                return place_among(avoiding)
             with contextlib.suppress(NoNodes, Overloaded, ContextLengthExceeded):
-                return place_among(wary)
+                return place_among(avoiding)
         return place_among(sides)
 
     def _side(self, demand: Demand, group: FingerprintGroup, held: Mapping[str, int]) -> tuple[Demand, list[NodeView]]:
@@ -166,18 +166,18 @@ class ModelCluster:
         return demand, self.model.views(group, held, demand.adapter, demand.modalities)
 
     def launch(
-        self, job: Job, placement: Placement, post: Callable[[Event], None], forerunner: Attempt | None = None,
+        self, job: Job, placement: Placement, post: Callable[[Event], None], predecessor: Attempt | None = None,
         hashes: Sequence[bytes] = (),
     ) -> Attempt:  # fmt: skip
         """Reserve the placement and start the attempt."""
-        if forerunner is not None:
-            return MigrationAttempt(forerunner, job, placement, post, **self._parts(placement, ()))
+        if predecessor is not None:
+            return MigrationAttempt(predecessor, job, placement, post, **self._parts(placement, ()))
         self._placements["remote" if placement.prefill else "local"].inc()
         if self._buddies and isinstance(job.work, Generate) and placement.decode:
             job = replaced(job, buddy=self._buddy(placement.prefill, placement.decode))
         return Attempt(job, placement, post, **self._parts(placement, hashes, media=bool(job.media)))
 
-    def doubt(self, late: Placement, *, ships: bool = False) -> None:
+    def suspect(self, late: Placement, *, ships: bool = False) -> None:
         """Suspect the nodes of a late attempt, unless its decode node is crowded."""
         decode = self.nodes.entries.get(node_key(late.decode)) if late.decode else None
         if decode is None or not crowded(decode.view):
@@ -197,21 +197,21 @@ class ModelCluster:
             waited_s, last.first_token_s, reuse.cached_len, predicted,
         )  # fmt: skip
 
-    def account(self, told: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
+    def account(self, reported: Reuse | None, job: Job, node: NodeLease | None) -> Reuse:
         """Return the origin of the prompt's tokens as `node` reported it.
 
         A wrong account fails no request: it is logged, counted and, like a missing one, replaced by one without reuse.
         """
         length = len(job.token_ids)
-        if told is not None and told.balanced and told.prompt_len == length:
-            return told
-        if told is not None:
+        if reported is not None and reported.balanced and reported.prompt_len == length:
+            return reported
+        if reported is not None:
             self.metrics.account_violations.inc()
             name = node and node.node_id
-            log.error("%s: wrong reuse accounting of %d tokens from %s: %s", job.request_id, length, name, told)
+            log.error("%s: wrong reuse accounting of %d tokens from %s: %s", job.request_id, length, name, reported)
         return Reuse(length, computed=length)
 
-    def _shut(self) -> OpenBreakers:
+    def _open_breakers(self) -> OpenBreakers:
         return self.nodes.breakers.open() if self.nodes.breakers.any else OpenBreakers()
 
     def _buddy(self, prefill: NodeLease | None, decode: NodeLease) -> DecodeTarget | None:
@@ -220,7 +220,7 @@ class ModelCluster:
         The prefill node has the blocks before them; without one, any other working node, preferably of role prefill."""
         if prefill is not None:
             return prefill.target
-        nodes = self.able("prefill", fingerprint=decode.fingerprint) or self.able(
+        nodes = self.usable("prefill", fingerprint=decode.fingerprint) or self.usable(
             "decode", fingerprint=decode.fingerprint
         )
         best = [self.nodes.entries[key].lease for key in sorted(nodes - {node_key(decode)})]
@@ -246,5 +246,5 @@ class ModelCluster:
     def _follow(self) -> None:
         if usable := self.model.usable:  # The nodes changed.
             longest = min(group.max_model_len for group in usable)
-            told = sorted(group.fingerprint for group in usable)
-            self._info = ClusterInfo(usable[0].members[0].lease.model, longest, tuple(told))
+            fingerprints = sorted(group.fingerprint for group in usable)
+            self._info = ClusterInfo(usable[0].members[0].lease.model, longest, tuple(fingerprints))

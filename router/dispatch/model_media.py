@@ -25,7 +25,7 @@ from kvferry.router.nodes.watched_call import watched
 
 log = logging.getLogger(__name__)
 
-HEARD_S, LOOK_S = 10.0, 0.1
+MAX_SILENCE_S, CHECK_S = 10.0, 0.1
 """Longest wait for the only node to be heard again, and time between two checks, in seconds."""
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class ModelMedia:
     async def render(self, request: RenderRequest, modalities: Collection[str]) -> RenderedMedia:
         """Return a chat's prompt from the least busy node that takes its media, or from a second one if that fails."""
 
-        async def asked(node: NodeLease, is_last: bool, left_s: float) -> RenderedMedia:
+        async def call_node(node: NodeLease, is_last: bool, left_s: float) -> RenderedMedia:
             found: list[Any] = []
             if (entry := self._nodes.entries.get(node_key(node))) is None:
                 raise NodeLost(f"{node.node_id} is lost")
@@ -63,7 +63,7 @@ class ModelMedia:
             await watched(entry, call, left_s, ignore_suspicion=is_last)
             return RenderedMedia(*_prompt(found, node))
 
-        return await self._first(modalities, request.adapter, asked, request.deadline_s)
+        return await self._first(modalities, request.adapter, call_node, request.deadline_s)
 
     async def transcribe(self, request: SpeechRequest, deliver: Callable[[SpeechPart], None]) -> None:
         """Deliver the answer of the least busy node that transcribes, or of a second one if that fails before it."""
@@ -76,55 +76,55 @@ class ModelMedia:
             begun = True
             deliver(message)
 
-        async def asked(node: NodeLease, is_last: bool, left_s: float) -> None:
+        async def call_node(node: NodeLease, is_last: bool, left_s: float) -> None:
             body = pack(replace(request, deadline_s=left_s))
             await self._client.call(node, "POST /attempts/transcribe", body, left_s, None, answer)
 
-        await self._first((TRANSCRIPTION,), "", asked, request.deadline_s, lambda: not begun)
+        await self._first((TRANSCRIPTION,), "", call_node, request.deadline_s, lambda: not begun)
 
     async def _first(
         self,
         abilities: Collection[str],
         adapter: str,
-        ask: Callable[[NodeLease, bool, float], Awaitable[T]],
+        call: Callable[[NodeLease, bool, float], Awaitable[T]],
         deadline_s: float,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> T:
         """Return the answer of a node, or of one other if that fails. Raises NoNodes, or the last node's error.
 
-        ask: calls a node, given whether it is the last one to try, and the seconds that are left.
+        call: calls a node, given whether it is the last one to try, and the seconds that are left.
 
-        At most two nodes are asked, since media that crash engines must not crash all of them. The only node is asked
+        At most two nodes are called, since media that crash engines must not crash all of them. The only node is called
         again once its silent process is heard again. No node is blamed for a call that lasts until the deadline."""
-        nodes = [entry.lease for entry in self._able(adapter, abilities)]
+        nodes = [entry.lease for entry in self._usable(adapter, abilities)]
         if not nodes:
             raise no_nodes(self._model.name.first)
         until = time.monotonic() + deadline_s
         try:
-            return await ask(nodes[0], len(nodes) == 1, deadline_s)
+            return await call(nodes[0], len(nodes) == 1, deadline_s)
         except KvferryError as error:
             if isinstance(error, NodeLost) and time.monotonic() < until:
                 self._nodes.breakers.node_failed(node_key(nodes[0]))
             if not error.retryable or time.monotonic() >= until or not may_repeat():
                 raise
-            if len(nodes) == 1 and not (isinstance(error, NodeLost) and await self._heard(nodes[0], error, until)):
+            if len(nodes) == 1 and not (isinstance(error, NodeLost) and await self._is_back(nodes[0], error, until)):
                 raise
             log.info("%s does not answer for media: %s", nodes[0].node_id, error)
-            return await ask(nodes[:2][-1], True, until - time.monotonic())
+            return await call(nodes[:2][-1], True, until - time.monotonic())
 
-    async def _heard(self, node: NodeLease, error: NodeLost, until: float) -> bool:
-        """Return whether a node that was only silent is heard again within HEARD_S and before a time."""
-        until = min(until, time.monotonic() + HEARD_S)
+    async def _is_back(self, node: NodeLease, error: NodeLost, until: float) -> bool:
+        """Return whether a node that was only silent is heard again within MAX_SILENCE_S and before a time."""
+        until = min(until, time.monotonic() + MAX_SILENCE_S)
         while not isinstance(error, NodeDied) and time.monotonic() < until:
             if (entry := self._nodes.entries.get(node_key(node))) is not None and entry.reachable:
                 return True
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
         return False
 
-    def _able(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
-        """Return the nodes that can be asked now: unsuspected ones first, then encode nodes, then by least work.
+    def _usable(self, adapter: str, abilities: Collection[str]) -> list[NodeEntry]:
+        """Return the nodes that can be called now: unsuspected ones first, then encode nodes, then by least work.
 
-        An encode node is asked only for prompts that another node can compute."""
+        An encode node is called only for prompts that another node can compute."""
         breakers = self._nodes.breakers
         shut = breakers.open().nodes if breakers.any else ()
         able = [
@@ -135,8 +135,8 @@ class ModelMedia:
             and (holds(entry.lease, adapter) or entry.lease.role == "encode")
             and takes(entry.lease, abilities)
         ]
-        alike = {entry.lease.fingerprint for entry in able if entry.lease.role != "encode"}
-        able = [entry for entry in able if entry.lease.fingerprint in alike]
+        fingerprints = {entry.lease.fingerprint for entry in able if entry.lease.role != "encode"}
+        able = [entry for entry in able if entry.lease.fingerprint in fingerprints]
         return sorted(
             able,
             key=lambda entry: (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_FULL = 64
+MAX_WAITING = 64
 """Largest number of requests that wait in a full cluster; each retries placement a few times a second."""
 
 
@@ -14,22 +14,22 @@ class PendingRequests:
     def __init__(self) -> None:
         self._tokens: dict[object, int] = {}
 
-    def enter(self, who: object, tokens: int) -> None:
+    def enter(self, request: object, tokens: int) -> None:
         """Count a request that waits for a node, with `tokens` to compute."""
-        self._tokens[who] = tokens
+        self._tokens[request] = tokens
 
-    def takes(self, who: object) -> bool:
+    def takes(self, request: object) -> bool:
         """Return whether the request may wait, or already waits, in a full cluster."""
-        return who in self._tokens or self.roomy
+        return request in self._tokens or self.has_room
 
     @property
-    def roomy(self) -> bool:
+    def has_room(self) -> bool:
         """Return whether another request may wait."""
-        return len(self._tokens) < MOST_FULL
+        return len(self._tokens) < MAX_WAITING
 
-    def leave(self, who: object) -> None:
+    def leave(self, request: object) -> None:
         """Remove the request if it waits."""
-        self._tokens.pop(who, None)
+        self._tokens.pop(request, None)
 
     @property
     def requests(self) -> int:

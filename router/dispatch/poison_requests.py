@@ -20,11 +20,11 @@ CLEARED_TOKENS = 4
 """Tokens beyond the position of a node's death that clear a request.
 
 Several are needed because tokens may have been computed and lost with the process."""
-MOST_ALIKE = 2
-"""Deaths at one phase that convict a request, and total deaths that separate it from all other suspects."""
-MOST_LOSSES = 3
-"""Total deaths that convict a request."""
-DOUBT_S = 0.5
+MAX_PHASE_DEATHS = 2
+"""Number of node deaths in one phase that convict a request; as a total it bars sharing a node with suspects."""
+MAX_LOSSES = 3
+"""Total number of node deaths that convict a request."""
+SHARING_COST_S = 0.5
 """Placement cost of sharing a node with a suspect, in seconds."""
 MEMORY_S = 10.0
 """Time a death's set of suspects is kept, in seconds; all its requests learn of the death within it."""
@@ -50,9 +50,9 @@ class Suspect:
         return self.losses > 0 and delivered >= self.delivered + CLEARED_TOKENS
 
     @property
-    def damned(self) -> bool:
+    def is_poison(self) -> bool:
         """Return whether the request is convicted if it was alone with its last death."""
-        return self.losses >= MOST_LOSSES or max(self.works.values(), default=0) >= MOST_ALIKE
+        return self.losses >= MAX_LOSSES or max(self.works.values(), default=0) >= MAX_PHASE_DEATHS
 
 
 class PoisonRequests:
@@ -61,19 +61,19 @@ class PoisonRequests:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.any = False
         self._clock = clock
-        self._there: defaultdict[NodeKey, set[Suspect]] = defaultdict(set)
-        self._died: dict[NodeKey, tuple[float, frozenset[Suspect]]] = {}
+        self._running: defaultdict[NodeKey, set[Suspect]] = defaultdict(set)
+        self._deaths: dict[NodeKey, tuple[float, frozenset[Suspect]]] = {}
 
     def move(self, suspect: Suspect, nodes: Iterable[NodeKey]) -> None:
         """Record that the suspect runs on exactly these nodes."""
         for node in suspect.nodes:
-            self._there[node].discard(suspect)
-            if not self._there[node]:
-                del self._there[node]
+            self._running[node].discard(suspect)
+            if not self._running[node]:
+                del self._running[node]
         suspect.nodes = frozenset(nodes if suspect.losses else ())
         for node in suspect.nodes:
-            self._there[node].add(suspect)
-        self.any = bool(self._there)
+            self._running[node].add(suspect)
+        self.any = bool(self._running)
 
     def clear(self, suspect: Suspect) -> None:
         """Clear the suspect after progress or its end."""
@@ -90,30 +90,30 @@ class PoisonRequests:
         for work in works:
             suspect.works[work] = suspect.works.get(work, 0) + 1
         suspect.delivered = delivered
-        if suspect.damned and not there - {suspect}:
+        if suspect.is_poison and not there - {suspect}:
             raise FatalRequest(f"{suspect.losses} nodes ended while they worked on this request; it is not retried")
 
-    def doubts(self, suspect: Suspect) -> Mapping[NodeKey, float]:
+    def sharing_costs(self, suspect: Suspect) -> Mapping[NodeKey, float]:
         """Return the placement cost, in seconds, of each node where other suspects run."""
-        others = {node: len(there - {suspect}) for node, there in self._there.items()}
-        return {node: DOUBT_S * count for node, count in others.items() if count}
+        others = {node: len(there - {suspect}) for node, there in self._running.items()}
+        return {node: SHARING_COST_S * count for node, count in others.items() if count}
 
-    def barred(self, suspect: Suspect) -> set[NodeKey]:
+    def forbidden_nodes(self, suspect: Suspect) -> set[NodeKey]:
         """Return the nodes on which the request may not run."""
         if not suspect.losses:
             return set()
-        worst = suspect.losses >= MOST_ALIKE
+        worst = suspect.losses >= MAX_PHASE_DEATHS
         return {
             node
-            for node, there in self._there.items()
-            if any(worst or other.losses >= MOST_ALIKE for other in there if other is not suspect)
+            for node, there in self._running.items()
+            if any(worst or other.losses >= MAX_PHASE_DEATHS for other in there if other is not suspect)
         }
 
     def _suspects(self, node: NodeKey) -> frozenset[Suspect]:
         """Return the suspects on a node at its death, fixed at the first report; requests learn of it one by one."""
         now = self._clock()
-        for other in [key for key, (at, _) in self._died.items() if now - at > MEMORY_S]:
-            del self._died[other]
-        if node not in self._died:
-            self._died[node] = (now, frozenset(self._there.get(node, ())))
-        return self._died[node][1]
+        for other in [key for key, (at, _) in self._deaths.items() if now - at > MEMORY_S]:
+            del self._deaths[other]
+        if node not in self._deaths:
+            self._deaths[node] = (now, frozenset(self._running.get(node, ())))
+        return self._deaths[node][1]

@@ -44,13 +44,13 @@ class ReuseAccount:
 
     def later(self, delta: TokenDelta, attempt: Attempt, route: Route) -> Reuse | None:
         """Take a report that comes after the request's first token; return it if it replaces the route's."""
-        told, recovers = delta.reuse, len(attempt.job.token_ids) > attempt.job.prompt_len
-        if recovers and told is not None:
-            self._context.metrics.recovered["cached"].inc(told.cached_len)
-            self._context.metrics.recovered["computed"].inc(told.computed)
+        reported, recovers = delta.reuse, len(attempt.job.token_ids) > attempt.job.prompt_len
+        if recovers and reported is not None:
+            self._context.metrics.recovered["cached"].inc(reported.cached_len)
+            self._context.metrics.recovered["computed"].inc(reported.computed)
         if recovers or not route.late:
             return None
-        reuse = self._context.account(told, attempt.job, attempt.placement.decode)
+        reuse = self._context.account(reported, attempt.job, attempt.placement.decode)
         self._record(attempt, reuse)
         return reuse
 
@@ -95,7 +95,7 @@ class Prediction:
             if taken > 0:
                 missed[reason] += taken
                 at += taken
-        for cached, reason in reversed([told for each, told in self._attempts.items() if each != number]):
+        for cached, reason in reversed([reported for each, reported in self._attempts.items() if each != number]):
             if min(cached, self.tokens) > at:
                 missed[reason] += min(cached, self.tokens) - at
                 at = min(cached, self.tokens)

@@ -15,13 +15,13 @@ from kvferry.router.nodes.checkpoints import Checkpoints
 
 log = logging.getLogger(__name__)
 
-MOST_REMEMBERED = 1 << 16
+MAX_REMEMBERED = 1 << 16
 """Largest number of blocks remembered."""
-MOST_NODES = 8
+MAX_NODES = 8
 """Largest number of nodes remembered per block."""
-TELL_S = 10.0
+LOG_INTERVAL_S = 10.0
 """Shortest time between two log lines about the index, in seconds."""
-DOUBT_S = 5.0
+FALLBACK_S = 5.0
 """Time after an index outage in which the router also uses its own memory, in seconds.
 
 Index rows may be lost until the nodes have written them again."""
@@ -40,31 +40,31 @@ class BlockLookup(Protocol):
 class Remembered:
     """Nodes that recently computed a block for this router, latest first.
 
-    Holds at most `most` blocks; the older half is dropped at once. Evictions on the nodes are not tracked: a node
+    Holds at most `max_blocks` blocks; the older half is dropped at once. Evictions on the nodes are not tracked: a node
     computes an evicted block again."""
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
-        self._half = most // 2
-        self._young: dict[bytes, tuple[NodeKey, ...]] = {}
+    def __init__(self, max_blocks: int = MAX_REMEMBERED) -> None:
+        self._half = max_blocks // 2
+        self._recent: dict[bytes, tuple[NodeKey, ...]] = {}
         self._old: dict[bytes, tuple[NodeKey, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self._recent) + len(self._old)
 
     def note(self, hashes: Sequence[bytes], nodes: tuple[NodeKey, ...]) -> None:
         """Record that these nodes hold a prompt of these blocks."""
         blocks = hashes[: self._half]
-        if len(self._young) + len(set(blocks).difference(self._young)) > self._half:
-            self._old, self._young = self._young, {}
+        if len(self._recent) + len(set(blocks).difference(self._recent)) > self._half:
+            self._old, self._recent = self._recent, {}
         before: tuple[NodeKey, ...] = ()
         for place, block in enumerate(blocks):
             known = self._known(block)
             if not known:
-                self._young.update(dict.fromkeys(blocks[place:], nodes))
+                self._recent.update(dict.fromkeys(blocks[place:], nodes))
                 break
             if known is not before:  # neighbouring blocks share one tuple
-                before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MOST_NODES]
-            self._young[block] = merged
+                before, merged = known, (*nodes, *(node for node in known if node not in nodes))[:MAX_NODES]
+            self._recent[block] = merged
 
     def held(self, hashes: Sequence[bytes], nodes: Mapping[str, int]) -> dict[str, int]:
         """Return the leading blocks held, by node id, for nodes given with their epoch.
@@ -80,7 +80,7 @@ class Remembered:
         return found
 
     def _known(self, block: bytes) -> tuple[NodeKey, ...]:
-        return self._young.get(block) or self._old.get(block) or ()
+        return self._recent.get(block) or self._old.get(block) or ()
 
 
 class Prefixes:
@@ -95,8 +95,8 @@ class Prefixes:
     ) -> None:
         self._lookup, self._metrics, self._limit_s, self._clock = lookup, metrics, limit_s, clock
         self._remembered = Remembered()
-        self._told, self._told_at = True, -math.inf
-        self._doubted_until = -math.inf
+        self._was_up, self._logged_at = True, -math.inf
+        self._fallback_until = -math.inf
         self.note = self._remembered.note
 
     async def held(
@@ -106,17 +106,17 @@ class Prefixes:
 
         Skips the index if not `up`. states: of a model with recurrent layers, whose prefixes are reused only up to a
         checkpoint; it costs one more lookup."""
-        found = await self._asked(hashes, nodes, states) if up else None
+        found = await self._indexed(hashes, nodes, states) if up else None
         now = self._clock()
         if found is None:
-            self._doubted_until = now + DOUBT_S
+            self._fallback_until = now + FALLBACK_S
         held = found or {}
-        if now < self._doubted_until:
+        if now < self._fallback_until:
             for node_id, length in self._remembered.held(hashes, nodes).items():
                 held[node_id] = max(length, held.get(node_id, 0))
         return held
 
-    async def _asked(
+    async def _indexed(
         self, hashes: Sequence[bytes], nodes: Mapping[str, int], states: Checkpoints | None
     ) -> dict[str, int] | None:
         """Ask the index; None if it does not answer in time."""
@@ -130,16 +130,16 @@ class Prefixes:
                     holders = await self._lookup.holders(rows, {name: nodes[name] for name in held})
                     held = states.covered(held, places, holders)
         except Exception as error:
-            self._tell(False, f"block index does not answer, placing by load and remembered prefixes: {error!r}")
+            self._log_change(False, f"block index does not answer, placing by load and remembered prefixes: {error!r}")
             return None
         finally:
             self._metrics.index_seconds.observe(time.perf_counter() - began)
-        self._tell(True, "block index answers again")
+        self._log_change(True, "block index answers again")
         return held
 
-    def _tell(self, answers: bool, text: str) -> None:
-        """Log a change of the index's state, at most once every TELL_S seconds: it may change with each request."""
+    def _log_change(self, answers: bool, text: str) -> None:
+        """Log a change of the index's state, at most once in LOG_INTERVAL_S, since it may change with each request."""
         now = self._clock()
-        if answers != self._told and now >= self._told_at + TELL_S:
+        if answers != self._was_up and now >= self._logged_at + LOG_INTERVAL_S:
             log.log(logging.INFO if answers else logging.WARNING, text)
-            self._told, self._told_at = answers, now
+            self._was_up, self._logged_at = answers, now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.router.nodes.node_table import NodeTable
 
-OTHERS = "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
+REASON = "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
 
 
 class Readiness:
@@ -15,14 +15,14 @@ class Readiness:
 
     def __init__(self, nodes: NodeTable) -> None:
         self._nodes = nodes
-        self._yes = False
+        self._is_ready = False
 
     def __call__(self) -> str:
-        if self._yes:
+        if self._is_ready:
             return ""
         others = self._nodes.incompatible_nodes.roles["decode"]
-        why = "" if self._decodes() else self._nodes.registry_health.trouble or (OTHERS if others else "")
-        self._yes = not why
+        why = "" if self._decodes() else self._nodes.registry_health.trouble or (REASON if others else "")
+        self._is_ready = not why
         return why
 
     def _decodes(self) -> bool:

@@ -1,4 +1,4 @@
-"""RequestTargets: places one request that has latency targets, or a patient one that gives way to such requests."""
+"""RequestTargets: places one request that has latency targets, or a patient one that such requests may preempt."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 from kvferry.placement.rejections import TargetMissed
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import Overloaded
-from kvferry.router.dispatch.context import DispatchContext, Held
+from kvferry.router.dispatch.context import DispatchContext, Hits
 from kvferry.router.nodes.model_nodes import FingerprintGroup
 from kvferry.router.request_context import RequestContext
 
 
 class RequestTargets:
-    """Targets of one request, or a patient request that gives way to others. Implements `displacement.PatientRequest`.
+    """Targets of one request, or a patient request that others may preempt. Implements `displacement.PatientRequest`.
 
     delivered  the growing list of its output tokens
-    leave      ends all its attempts and calls `goes_to`
+    leave      ends all its attempts and calls `runs_on`
     wake       lets its dispatch start an attempt if none runs"""
 
     def __init__(
@@ -36,7 +36,7 @@ class RequestTargets:
     def uncomputed(self) -> int:
         return self._uncached if len(self._delivered) == self._known else 0
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         self._displacement.wait(self)
         self._leave()
         self.retry()
@@ -50,9 +50,9 @@ class RequestTargets:
         return self._displacement.waits(self)
 
     def place(
-        self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float
+        self, demand: Demand, reuse: Hits, groups: Sequence[FingerprintGroup], target_s: float
     ) -> Placement | None:
-        """Place an attempt; make patient requests give way if it would otherwise miss its targets.
+        """Place an attempt; preempt patient requests if it would otherwise miss its targets.
 
         Returns None if the request is patient and has to wait. target_s: time that is left until its first token.
         Raises what `DispatchContext.place` raises."""
@@ -67,11 +67,11 @@ class RequestTargets:
                 raise
             self._displacement.wait(self)
             return None
-        self._displacement.go_on(self)
+        self._displacement.stop_waiting(self)
         self._uncached, self._known = max(0, demand.total_len - placement.cached_len), len(self._delivered)
         return placement
 
-    def goes_to(self, nodes: Collection[NodeKey]) -> None:
+    def runs_on(self, nodes: Collection[NodeKey]) -> None:
         """Record the nodes on which the request's attempts run now."""
         if self._call.is_background:
             self._displacement.runs(self, nodes)
@@ -88,7 +88,7 @@ class RequestTargets:
         shortest_s = self._displacement.itl_s() if self._call.is_background else None
         return demand if shortest_s is None else replace(demand, recovers=False, background=True, itl_s=shortest_s)
 
-    def _placed(self, demand: Demand, reuse: Held, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
+    def _placed(self, demand: Demand, reuse: Hits, groups: Sequence[FingerprintGroup], target_s: float) -> Placement:
         context, displacement = self._context, self._displacement
         try:
             placement = context.place(demand, reuse, groups)

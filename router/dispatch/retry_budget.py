@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 
 class RetryBudget:
-    """Token bucket filled by `share` per request and `floor_per_s` per second, up to `most` retries.
+    """Token bucket filled by `share` per request and `floor_per_s` per second, up to `burst` retries.
 
     requests   number of requests so far, incremented by the owner
     """
 
     def __init__(
-        self, share: float, floor_per_s: float, most: float, clock: Callable[[], float] = time.monotonic
+        self, share: float, floor_per_s: float, burst: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.requests = 0
-        self._share, self._floor, self._most, self._clock = share, floor_per_s, most, clock
-        self._left, self._counted, self._at = most, 0, clock()
+        self._share, self._floor, self._burst, self._clock = share, floor_per_s, burst, clock
+        self._left, self._counted, self._at = burst, 0, clock()
 
     def spend(self) -> bool:
         """Take one retry from the bucket; return whether there was one."""
         now = self._clock()
         earned = self._share * (self.requests - self._counted) + self._floor * (now - self._at)
-        self._left, self._counted, self._at = min(self._most, self._left + earned), self.requests, now
+        self._left, self._counted, self._at = min(self._burst, self._left + earned), self.requests, now
         if self._left < 1:
             return False
         self._left -= 1

@@ -54,7 +54,7 @@ class RetryPolicy:
         if not error.retryable:
             raise error
         if delivered > self._delivered:
-            self._begin_anew(delivered)
+            self._reset(delivered)
         if not isinstance(error, GrantRefused | Overloaded):
             self._failures += 1
         self._step_failures += isinstance(error, StepFailed)
@@ -70,12 +70,12 @@ class RetryPolicy:
             return "drain_timeout"
         return "wait_for_room" if isinstance(error, GrantRefused | Overloaded) else "another_decode"
 
-    def forgive(self) -> None:
+    def clear_avoided(self) -> None:
         """Allow all failed nodes and pairs again, since nothing else is left."""
         self.excluded, self.broken = frozenset(), frozenset()
 
-    def _begin_anew(self, delivered: int) -> None:
-        self.forgive()
+    def _reset(self, delivered: int) -> None:
+        self.clear_avoided()
         self.local_only = False
         self._prefill_failures = self._failures = self._step_failures = 0
         self._delivered = delivered
@@ -90,8 +90,8 @@ class RetryPolicy:
         return "local_prefill"
 
     def _after_prefill(self, error: KvferryError, key: NodeKey, delivered: int, prefills: Collection[NodeKey]) -> str:
-        worth_repeating = not isinstance(error, Overloaded | Draining | Cancelled | NodeLost | StepFailed)
-        if delivered == 0 and not self._repeated and worth_repeating and key in prefills:
+        may_succeed = not isinstance(error, Overloaded | Draining | Cancelled | NodeLost | StepFailed)
+        if delivered == 0 and not self._repeated and may_succeed and key in prefills:
             self._repeated, self.pinned = True, key
             return "same_prefill"
         self.excluded |= {key}

@@ -28,7 +28,7 @@ class Shared:
     local_tokens: int
     buddies: bool
     fetch: bool
-    patience_s: float
+    max_wait_s: float
     deaths: PoisonRequests
     retries: RetryBudget
     hedges: RetryBudget

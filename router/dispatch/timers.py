@@ -11,11 +11,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SHARE = 0.5
+STALL_SHARE = 0.5
 """Fraction of the remaining time that may pass without a new token before the attempt is given up."""
-AGAIN_S = 0.5
-"""Pause before another LATE of a request that waits for room on a crowded node, in seconds."""
-LEAST_STALL_S = 0.25
+LATE_REPEAT_S = 0.5
+"""Pause before LATE is repeated for a request that waits for room on a crowded node, in seconds."""
+MIN_STALL_S = 0.25
 """Shortest time without progress before a STALL, in seconds, so that each attempt can make progress."""
 
 
@@ -71,17 +71,17 @@ class Timer(Enum):
 class Timers:
     """Timers of one dispatch, from its creation to `stop`.
 
-    `ring` is called with
+    `on_timer` is called with
     - DEADLINE once, and nothing after it,
-    - STALL when SHARE of the remaining time has passed without progress,
-    - LATE when no token came within the time for which `expect` was called, and AGAIN_S after `look_again`; `late` is
-      true until a token comes.
+    - STALL when STALL_SHARE of the remaining time has passed without progress,
+    - LATE when no token came within the time for which `expect` was called, and LATE_REPEAT_S after `repeat_late`;
+      `late` is true until a token comes.
 
     `deadline` is a time of the loop's clock. Recording progress re-arms no timer."""
 
-    def __init__(self, deadline: float, ring: Callable[[Timer], None]) -> None:
+    def __init__(self, deadline: float, on_timer: Callable[[Timer], None]) -> None:
         self.deadline = deadline
-        self._loop, self._ring = asyncio.get_running_loop(), ring
+        self._loop, self._on_timer = asyncio.get_running_loop(), on_timer
         self._progress, self._late_at, self.late = self._loop.time(), inf, False
         self._timer: asyncio.TimerHandle | None = None
         self.stalled_s = 0.0
@@ -90,7 +90,7 @@ class Timers:
     def pause(self, seconds: float, post: Callable[[None], None]) -> None:
         """Call `post` after a pause in which no attempt runs; the deadline still applies during it."""
         if self._timer is None:
-            self._look()
+            self._check()
         self._loop.call_later(seconds, post, None)
 
     def expect(self, late_s: float) -> None:
@@ -98,18 +98,18 @@ class Timers:
         now = self._progress = self._loop.time()
         self._late_at, self.late = now + late_s, False
         if now >= self.deadline:
-            self._look()
+            self._check()
             return
         self.stop()
-        stalls_s = max(LEAST_STALL_S, SHARE * (self.deadline - now))
-        self._timer = self._loop.call_at(min(self._late_at, now + stalls_s, self.deadline), self._look)
+        stalls_s = max(MIN_STALL_S, STALL_SHARE * (self.deadline - now))
+        self._timer = self._loop.call_at(min(self._late_at, now + stalls_s, self.deadline), self._check)
 
-    def look_again(self) -> None:
+    def repeat_late(self) -> None:
         """Ring LATE once more in a while, unless a token arrives."""
         if self.late and self._timer:
-            self._late_at = self._loop.time() + AGAIN_S
+            self._late_at = self._loop.time() + LATE_REPEAT_S
             self.stop()
-            self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._look)
+            self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._check)
 
     def progressed(self) -> None:
         """Record that a token arrived."""
@@ -125,35 +125,35 @@ class Timers:
         """Return the seconds until the deadline, at least 0."""
         return max(0.0, self.deadline - self._loop.time())
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self.stop()
         now = self._loop.time()
         if now >= self.deadline:
-            self._ring(Timer.DEADLINE)
+            self._on_timer(Timer.DEADLINE)
             return
         if now >= self._late_at:
             self._late_at, self.late = inf, True
-            self._ring(Timer.LATE)
+            self._on_timer(Timer.LATE)
         if now >= self._stalled_at:
             self.stalled_s, self._progress = now - self._progress, now
-            self._ring(Timer.STALL)
-        self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._look)
+            self._on_timer(Timer.STALL)
+        self._timer = self._loop.call_at(min(self._late_at, self._stalled_at, self.deadline), self._check)
 
     @property
     def _stalled_at(self) -> float:
-        return self._progress + max(LEAST_STALL_S, SHARE * (self.deadline - self._progress))
+        return self._progress + max(MIN_STALL_S, STALL_SHARE * (self.deadline - self._progress))
 
 
 class Backoff:
     """Waiting time of a request that no node can take, with growing pauses between placements.
 
-    The wait lasts at most `most_s` seconds, and at most SHARE of the time that was left when it began."""
+    The wait lasts at most `max_s` seconds, and at most STALL_SHARE of the time that was left when it began."""
 
     PAUSE_S = (0.05, 0.25)
     """Shortest and longest pause between two placements, in seconds."""
 
-    def __init__(self, most_s: float) -> None:
-        self._most_s = most_s
+    def __init__(self, max_s: float) -> None:
+        self._max_s = max_s
         self._until: float | None = None
         self._pause_s = self.PAUSE_S[0]
 
@@ -162,11 +162,11 @@ class Backoff:
         """Return whether the request waits for a node."""
         return self._until is not None
 
-    def over(self, left_s: float) -> bool:
+    def expired(self, left_s: float) -> bool:
         """Start waiting; return whether the wait has lasted long enough, given `left_s` seconds to the deadline."""
         now = asyncio.get_running_loop().time()
         if self._until is None:
-            self._until = now + min(self._most_s, SHARE * left_s)
+            self._until = now + min(self._max_s, STALL_SHARE * left_s)
         return now >= self._until
 
     def pause_s(self) -> float:
@@ -174,6 +174,6 @@ class Backoff:
         pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, self.PAUSE_S[1])
         return pause_s
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Reset after the request made progress."""
         self._until, self._pause_s = None, self.PAUSE_S[0]

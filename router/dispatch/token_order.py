@@ -23,7 +23,7 @@ class OrderedTokens:
         """Drop early deltas of the previous attempt."""
         self._early.clear()
 
-    def goes_on(self, delta: TokenDelta) -> bool:
+    def take_next(self, delta: TokenDelta) -> bool:
         """Take a delta if it directly continues the delivered tokens and is not the last; return whether it did."""
         if not 0 < len(self.tokens) == delta.index or delta.finish_reason is not None or self._early:
             return False
@@ -40,7 +40,7 @@ class OrderedTokens:
 
     def _due(self, delta: TokenDelta) -> Iterator[TokenDelta]:
         known = self._early.get(delta.index)
-        if known is None or _worth(known) < _worth(delta):
+        if known is None or _completeness(known) < _completeness(delta):
             self._early[delta.index] = delta
         while self._early and not self.finished:
             index = min(self._early)
@@ -56,7 +56,7 @@ class OrderedTokens:
         return due
 
 
-def _worth(delta: TokenDelta) -> tuple[int, bool]:
+def _completeness(delta: TokenDelta) -> tuple[int, bool]:
     return (len(delta.token_ids), delta.finish_reason is not None)
 
 

@@ -21,13 +21,13 @@ class TokenSink:
 
     def __init__(
         self,
-        mail: EventQueue[Event | Timer | Exception | None],
+        queue: EventQueue[Event | Timer | Exception | None],
         sequence: OrderedTokens,
         hedged: HedgedAttempts,
         output: Callable[[TokenDelta], Output],
     ) -> None:
         self._listener: Callable[[Output], None] | None = None
-        self._inbox, self._sequence, self._hedged, self._output = mail, sequence, hedged, output
+        self._inbox, self._sequence, self._hedged, self._output = queue, sequence, hedged, output
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
         """Set or remove the listener; see Dispatch.listen."""
@@ -37,9 +37,9 @@ class TokenSink:
         """Stop passing tokens: the dispatch has ended."""
         self._listener, self._output = None, jobs.output
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         """Handle an event of an attempt: pass it to the listener or post it to the queue."""
-        if self._listener is None or not (isinstance(event, TokenDelta) and self._goes_on(event)):
+        if self._listener is None or not (isinstance(event, TokenDelta) and self._continues(event)):
             self._inbox.post(event)
             return
         try:
@@ -47,12 +47,12 @@ class TokenSink:
         except Exception as error:
             self._inbox.post(error)
 
-    def _goes_on(self, delta: TokenDelta) -> bool:
+    def _continues(self, delta: TokenDelta) -> bool:
         runners = self._hedged.runners
         return (
             self._inbox.awaited
             and delta.reuse is None
             and delta.attempt in runners
             and len(runners) == 1
-            and self._sequence.goes_on(delta)
+            and self._sequence.take_next(delta)
         )

@@ -82,7 +82,7 @@ class MediaFetcher:
     async def _answer(self, url: str, field: str) -> AsyncIterator[httpx.Response]:
         """Ask one checked address of the URL's host, by its name in the header and in TLS."""
         host, port = self._target(url, field)
-        asked = httpx.URL(url).copy_with(host=await self._address(host, port, field), port=port, fragment=None)
+        target = httpx.URL(url).copy_with(host=await self._address(host, port, field), port=port, fragment=None)
         if self._client is None:
             self._client = httpx.AsyncClient(
                 trust_env=False,
@@ -92,7 +92,7 @@ class MediaFetcher:
             )
         request = self._client.build_request(
             "GET",
-            asked,
+            target,
             headers={"host": host if port in PORTS.values() else f"{host}:{port}", "accept-encoding": "identity"},
             extensions={"sni_hostname": host},
         )

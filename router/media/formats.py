@@ -24,7 +24,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 """Codecs of WAV files that are not compressed."""
 MAX_CHUNKS = 64
 """Largest number of chunks before the format of a WAV file."""
-LEAST_RATE, MOST_RATE = 4000, 384_000
+MIN_RATE, MAX_RATE = 4000, 384_000
 """Lowest and highest sample rate of a WAV file, in Hz: at a low rate a few bytes last for hours."""
 
 
@@ -64,8 +64,8 @@ def wav_fault(data: bytes) -> str:
             codec, channels, rate = struct.unpack_from("<HHI", data, at + 8)
             if codec not in (_PCM, _FLOAT, _EXTENSIBLE):
                 return f"its codec {codec} is compressed; use PCM"
-            if not (LEAST_RATE <= rate <= MOST_RATE and 1 <= channels <= 8):
-                return f"it must have {LEAST_RATE} to {MOST_RATE} Hz and 1 to 8 channels, got {rate} and {channels}"
+            if not (MIN_RATE <= rate <= MAX_RATE and 1 <= channels <= 8):
+                return f"it must have {MIN_RATE} to {MAX_RATE} Hz and 1 to 8 channels, got {rate} and {channels}"
             return ""
         at += 8 + size + size % 2
     return "it has no format chunk"

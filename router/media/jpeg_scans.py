@@ -21,7 +21,7 @@ _ALONE, _START, _END, _SCAN, _FILL = 0x01, 0xD8, 0xD9, 0xDA, 0xFF
 
 async def check_scans(data: bytes, pixels: int = 1) -> None:
     """Raise UnreadableImage for a JPEG with too many scans for its pixels; what follows its end does not count."""
-    at, scans, most = 0, 0, min(MAX_SCANS, MAX_SCANNED_PIXELS // pixels)
+    at, scans, max_scans = 0, 0, min(MAX_SCANS, MAX_SCANNED_PIXELS // pixels)
     for _ in range(MAX_STEPS):
         while (found := _MARKER.search(data, at, at + SLICE)) is None:
             at += SLICE - 1  # a marker may lie across two slices
@@ -32,8 +32,8 @@ async def check_scans(data: bytes, pixels: int = 1) -> None:
         if marker == _END or at + 2 > len(data):
             return
         scans += marker == _SCAN
-        if scans > most:
-            raise UnreadableImage(f"has more than {most} scans")
+        if scans > max_scans:
+            raise UnreadableImage(f"has more than {max_scans} scans")
         if marker == _FILL:
             at -= 1
         elif marker not in (_ALONE, _START):

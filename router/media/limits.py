@@ -19,10 +19,10 @@ MAX_REDIRECTS = 3
 FETCH_S = 10.0
 """Longest time to fetch one URL, with the wait for a place and all redirects, in seconds."""
 MAX_FETCHES, FETCHES_PER_TENANT = 16, 8
-"""Fetches at once, of all tenants and of one."""
+"""Maximum number of fetches at once: of all tenants, and of one."""
 MAX_LOADS, LOADS_PER_TENANT = 16, 8
-"""Requests whose media are being fetched at once, of all tenants and of one."""
+"""Maximum number of requests whose media are loaded at once: of all tenants, and of one."""
 MAX_RENDERS, RENDERS_PER_TENANT = 8, 4
-"""Prompts with media that are made at once, of all tenants and of one."""
+"""Maximum number of prompts with media that are made at once: of all tenants, and of one."""
 MAX_HELD_BYTES = 2**30
 """Largest size of the media of a model's requests, as sent and as prepared, in bytes; of one tenant half as much."""

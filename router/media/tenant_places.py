@@ -9,10 +9,10 @@ from weakref import WeakValueDictionary
 
 
 class TenantPlaces:
-    """Places for one kind of work, `most` of all tenants and `per_tenant` of one. Belongs to one asyncio loop."""
+    """Places for one kind of work, `limit` of all tenants and `per_tenant` of one. Belongs to one asyncio loop."""
 
-    def __init__(self, most: int, per_tenant: int) -> None:
-        self._all, self._per_tenant = asyncio.Semaphore(most), per_tenant
+    def __init__(self, limit: int, per_tenant: int) -> None:
+        self._all, self._per_tenant = asyncio.Semaphore(limit), per_tenant
         self._of = WeakValueDictionary[str, asyncio.Semaphore]()
 
     @asynccontextmanager

@@ -22,12 +22,12 @@ class Adaptation:
     """One rule.
 
     name     as shown in the header of answers
-    bend     returns a conversation with the rule applied; an equal one where it does not concern it
+    apply    returns a conversation with the rule applied; an equal one where it does not concern it
     samples  conversations, as roles and texts, that show whether a template needs the rule
     """
 
     name: str
-    bend: Callable[[Messages], Messages]
+    apply: Callable[[Messages], Messages]
     samples: tuple[Messages, ...]
 
 
@@ -35,9 +35,9 @@ def adapted(messages: Sequence[Message], rules: Iterable[Adaptation]) -> tuple[M
     """Return the conversation with these rules applied, and the names of those that changed it."""
     shown, names = list(messages), list[str]()
     for rule in rules:
-        bent = rule.bend(shown)
-        if bent != shown:
-            shown = bent
+        changed = rule.apply(shown)
+        if changed != shown:
+            shown = changed
             names.append(rule.name)
     return shown, tuple(names)
 
@@ -109,7 +109,7 @@ def _calls_one_by_one(messages: Messages) -> Messages:
 def _joining(joins: Callable[[Message, Message], bool]) -> Callable[[Messages], Messages]:
     """Return a rule that joins each message to those before it which `joins` it to; the first one's fields stay."""
 
-    def bent(messages: Messages) -> Messages:
+    def rule(messages: Messages) -> Messages:
         groups: list[Messages] = []
         for message in messages:
             if groups and joins(groups[-1][0], message):
@@ -121,7 +121,7 @@ def _joining(joins: Callable[[Message, Message], bool]) -> Callable[[Messages], 
             for group in groups
         ]
 
-    return bent
+    return rule
 
 
 def _is_after_result(first: Message, message: Message) -> bool:

@@ -14,10 +14,10 @@ def bad_word_ids(words: Sequence[str], text: TextModel) -> tuple[tuple[int, ...]
     token of the space alone."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        bare = tuple(text.encode(word.lstrip(), add_special_tokens=False))
+        plain = tuple(text.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(text.encode(" " + word.lstrip(), add_special_tokens=False))
-        found[bare] = None
-        if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+        found[plain] = None
+        if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
             found[spaced] = None
     found.pop((), None)
     return tuple(found)

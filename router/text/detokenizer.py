@@ -15,7 +15,7 @@ from typing import Protocol
 from kvferry.model_files.tokenizer import TextTokenizer
 
 _CONTEXT = 6
-_PATIENCE = 8
+_MAX_CHAR_TOKENS = 8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _NOTHING: Mapping[int, str] = MappingProxyType({})
 
@@ -189,8 +189,8 @@ class WindowDetokenizer(_ContextDetokenizer):
     """Detokenizer for any other decoder (WordPiece and others).
 
     It decodes a window of recent tokens without and with the new ones, and emits the difference. The text of
-    window[:read] is emitted. The tokens window[read:] wait for the rest of a character; after _PATIENCE of them the
-    bytes are treated as invalid."""
+    window[:read] is emitted. The tokens window[read:] wait for the rest of a character; after _MAX_CHAR_TOKENS of them
+    the bytes are treated as invalid."""
 
     def finish(self) -> str:
         """Return the text of the tokens that still wait."""
@@ -204,7 +204,7 @@ class WindowDetokenizer(_ContextDetokenizer):
     def _next(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._fresh()
-        if text.endswith(_REPLACEMENT) and len(self._window) - self._read < _PATIENCE:
+        if text.endswith(_REPLACEMENT) and len(self._window) - self._read < _MAX_CHAR_TOKENS:
             return ""
         del self._window[: self._read]
         self._read = len(self._window)

@@ -15,7 +15,7 @@ from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.router.text.length_bound import length_bound_of
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.token_cache import TokenCache
-from kvferry.router.text.tokenizer_threads import SHORT, TokenizerThreads
+from kvferry.router.text.tokenizer_threads import SHORT_CHARS, TokenizerThreads
 from kvferry.router.text.word_cache import WordCache
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ PLAIN_CHARS = 8
 Languages and code stay far below it."""
 FALLBACK_CHARS = 256
 """Largest number of characters per token of the context if the tokenizer sets no bound."""
-MOST_TOKENS = 2**20
+MAX_TOKENS = 2**20
 """Default limit of the tokens of all texts of one request."""
 TRUNCATED_CHARS = 2**20
 """Minimum limit of a text to be truncated, in characters: all of it must be encoded."""
@@ -51,12 +51,12 @@ class Bound:
 class Encoder:
     """Text encoder of one model.
 
-    Long texts share a few threads; callers that wait for one may be cancelled. `most` limits the tokens of all texts of
-    a request; a single text may have as many tokens as the context."""
+    Long texts share a few threads; callers that wait for one may be cancelled. `max_tokens` limits the tokens of all
+    texts of a request; a single text may have as many tokens as the context."""
 
-    def __init__(self, text: TextModel, most: int = MOST_TOKENS) -> None:
-        self._text, self._most = text, most
-        self._reach = length_bound_of(text.tokenizer.library)
+    def __init__(self, text: TextModel, max_tokens: int = MAX_TOKENS) -> None:
+        self._text, self._max_tokens = text, max_tokens
+        self._length_bound = length_bound_of(text.tokenizer.library)
         self._lanes = TokenizerThreads()
         encode = partial(text.encode_all, add_special_tokens=False)
         self._memo, self._words = TokenCache(text.tokenizer.library, encode), WordCache(text.tokenizer.library, encode)
@@ -83,16 +83,16 @@ class Encoder:
             for text in group:
                 if not bound.truncated and len(text) > PLAIN_CHARS * bound.tokens:
                     await self._check_slices(text, bound)
-            ids = await self.beside(
+            ids = await self.on_thread(
                 lambda some: [(remembered if self._memo.worth(text) else encode)(text) for text in some],
                 group,
                 size=sum(map(len, group)),
                 of=all_chars,
             )
             tokens += sum(map(len, ids))
-            if len(texts) > 1 and tokens > self._most:
+            if len(texts) > 1 and tokens > self._max_tokens:
                 raise InvalidRequest(
-                    f"{bound.field} has more than {self._most} tokens in total, the limit of one request",
+                    f"{bound.field} has more than {self._max_tokens} tokens in total, the limit of one request",
                     param=bound.field,
                 )
             found += ids
@@ -108,19 +108,21 @@ class Encoder:
                 found.append(self._text.encode_pair(*pair))
                 await asyncio.sleep(0)
             else:
-                found.append(await self.beside(self._text.encode_pair, *pair, size=sum(map(len, pair))))
+                found.append(await self.on_thread(self._text.encode_pair, *pair, size=sum(map(len, pair))))
         return found
 
-    async def beside(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
+    async def on_thread(self, call: Callable[..., T], *args: Any, size: int = SHORT_CHARS, of: int = 0) -> T:
         """Return the result of `call(*args)`, run on a thread; see TokenizerThreads.run."""
         return await self._lanes.run(call, *args, size=size, of=of)
 
     def _check_length(self, text: str, bound: Bound) -> None:
-        most = self._reach.most(bound.tokens)
-        limit = FALLBACK_CHARS * bound.tokens if most is None else most
+        max_chars = self._length_bound.max_chars(bound.tokens)
+        limit = FALLBACK_CHARS * bound.tokens if max_chars is None else max_chars
         if bound.truncated:
             limit = max(limit, TRUNCATED_CHARS)
-        if len(text) <= limit or (most is not None and not bound.truncated and self._reach.least(text) <= limit):
+        if len(text) <= limit or (
+            max_chars is not None and not bound.truncated and self._length_bound.min_chars(text) <= limit
+        ):
             return
         if bound.truncated:
             raise InvalidRequest(
@@ -133,7 +135,7 @@ class Encoder:
         """Count tokens by slices until they are certainly too many; a cut adds less than 1 % of a slice."""
         count, encode = 0, partial(self._text.encode, add_special_tokens=False)
         for part in _slices(text):
-            count += len(await self.beside(encode, part, size=len(part), of=len(text)))
+            count += len(await self.on_thread(encode, part, size=len(part), of=len(text)))
             if count > bound.tokens * 1.05 + 1000:
                 raise _too_long(bound, f"but the prompt is longer than its first {count}")
 
@@ -143,7 +145,7 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0
     for text in texts:
-        if group and size + len(text) > SHORT:
+        if group and size + len(text) > SHORT_CHARS:
             yield group
             group, size = [], 0
         group.append(text)
@@ -153,8 +155,8 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _slices(text: str) -> Iterator[str]:
-    for start in range(0, len(text), SHORT):
-        yield text[start : start + SHORT]
+    for start in range(0, len(text), SHORT_CHARS):
+        yield text[start : start + SHORT_CHARS]
 
 
 def _too_long(bound: Bound, why: str) -> ContextLengthExceeded:

@@ -18,8 +18,8 @@ _USER, _DEVELOPER = "<|start|>user<|message|>", "<|start|>developer<|message|># 
 def channelled(messages: Sequence[Message], mark: str) -> list[Message]:
     """Return the messages, whose content is text, in the template's form; `mark` begins later instructions."""
     begun = next((place for place, each in enumerate(messages) if each.get("role") not in _INSTRUCTIONS), len(messages))
-    told = [each["content"] for each in messages[:begun]]
-    first = [{"role": "developer", "content": "\n\n".join(filter(None, told))}] if told else []
+    instructions = [each["content"] for each in messages[:begun]]
+    first = [{"role": "developer", "content": "\n\n".join(filter(None, instructions))}] if instructions else []
     return first + list(_turns([_marked(each, mark) for each in messages[begun:]]))
 
 
@@ -57,10 +57,10 @@ def _turns(messages: Sequence[Message]) -> Iterator[Message]:
         first = place
         while place < len(messages) and messages[place].get("role") in ("tool", "function"):
             place += 1
-        yield from _turn(_thoughtful(message), messages[first:place])
+        yield from _turn(_with_thinking(message), messages[first:place])
 
 
-def _thoughtful(message: Message) -> Message:
+def _with_thinking(message: Message) -> Message:
     """Move an assistant's reasoning to `thinking`, joined with the content if it has calls.
 
     The template accepts reasoning or content beside calls, both as thinking, and no empty list of calls."""

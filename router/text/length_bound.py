@@ -40,11 +40,11 @@ class LengthBound:
         if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
             self._free += "".join(char for char in _SPACES if char not in self._free)
 
-    def most(self, tokens: int) -> int | None:
+    def max_chars(self, tokens: int) -> int | None:
         """Return the largest number of characters for `tokens` tokens; None if there is no bound."""
         return None if self._per_token is None else math.ceil(tokens * self._per_token)
 
-    def least(self, text: str) -> int:
+    def min_chars(self, text: str) -> int:
         """Return the number of characters of `text` that need a token."""
         return len(text) - sum(map(text.count, self._free))
 

@@ -17,7 +17,7 @@ from kvferry.router.text.render_frames import (
     minimal_environment,
     parts_of,
 )
-from kvferry.router.text.rendering import WITHIN
+from kvferry.router.text.rendering import WITHIN_LIMITS
 
 START_S = 30.0
 """Time for the start of a child process, in seconds."""
@@ -26,10 +26,10 @@ _MAX_STARTS = 3
 
 
 class RenderChild:
-    """Context manager of one process at a time (`render_process`), started if needed and killed after `patience_s`."""
+    """Context manager of one process at a time (`render_process`), started if needed and killed after `limit_s`."""
 
-    def __init__(self, sources: bytes, patience_s: float) -> None:
-        self._sources, self._patience_s = sources, patience_s
+    def __init__(self, sources: bytes, limit_s: float) -> None:
+        self._sources, self._limit_s = sources, limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
 
@@ -47,7 +47,7 @@ class RenderChild:
             if self._starts == _MAX_STARTS:
                 return None
             self._start()
-        found = self._asked(content)
+        found = self._reply(content)
         if found is None:
             self._stop()
         return found
@@ -61,12 +61,12 @@ class RenderChild:
             stderr=subprocess.DEVNULL,  # an error may quote a prompt
             env=minimal_environment(),
         )
-        self._timer = threading.Timer(START_S + self._patience_s, process.kill)
+        self._timer = threading.Timer(START_S + self._limit_s, process.kill)
         self._timer.daemon = True
         self._timer.start()
-        begun = self._asked(self._sources)
+        begun = self._reply(self._sources)
         if begun is None or begun[0] == MEMORY_SPENT:
-            raise ConfigError(f"the chat template cannot be compiled {WITHIN}", param="chat_template")
+            raise ConfigError(f"the chat template cannot be compiled {WITHIN_LIMITS}", param="chat_template")
         if begun[0] != READY:
             raise ConfigError(f"the chat template does not parse: {begun[1]}", param="chat_template")
 
@@ -77,7 +77,7 @@ class RenderChild:
             process.kill()
             process.communicate()
 
-    def _asked(self, content: bytes) -> tuple[bytes, str] | None:
+    def _reply(self, content: bytes) -> tuple[bytes, str] | None:
         process = self._process
         assert process is not None
         requests, answers = process.stdin, process.stdout

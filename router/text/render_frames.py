@@ -16,7 +16,7 @@ DEADLINE_S = 5.0
 """Deadline of one rendering, in seconds of wall-clock time."""
 MAX_GROWTH, MAX_ADDED = 4, 4 * 2**20
 """Longest rendered text: MAX_GROWTH times the size of its variables, plus MAX_ADDED bytes."""
-LONGEST_ERROR = 1000
+MAX_ERROR_CHARS = 1000
 """Longest error message of a template, in characters."""
 READY, TEXT, ERROR, MEMORY_SPENT, TOO_LONG = b"r", b"t", b"e", b"m", b"l"
 """Kinds of answers."""
@@ -54,7 +54,7 @@ def framed(content: bytes) -> bytes:
 def answer(kind: bytes, text: str) -> bytes:
     """Return an answer's frame; an error's text is cut."""
     if kind == ERROR:
-        text = text[:LONGEST_ERROR]
+        text = text[:MAX_ERROR_CHARS]
     return framed(kind + text.encode("utf-8", "surrogatepass"))
 
 

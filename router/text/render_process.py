@@ -97,9 +97,9 @@ def _bound_cpu() -> None:
     _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + DEADLINE_S) + 2)
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, limit: int) -> None:
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """RenderSlots: limits how many prompts of a model are rendered in child processes at once, fairly over tenants.
 
-A rendering begins in one of `QUICK` places and leaves it after `PATIENCE_S`, so that short ones never wait for a long
+A rendering begins in one of FAST_PLACES and leaves it after SLOW_AFTER_S, so that short ones never wait for a long
 one. Tenants take turns. A tenant whose rendering is slow gets no other place until it ends."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import Overloaded
 
-QUICK = 2
-"""Renderings at once in their first `PATIENCE_S`."""
-SLOW = 2
-"""Renderings at once beyond their first `PATIENCE_S`."""
-PATIENCE_S = 0.1
+FAST_PLACES = 2
+"""Number of renderings at once in their first SLOW_AFTER_S."""
+SLOW_PLACES = 2
+"""Number of renderings at once beyond their first SLOW_AFTER_S."""
+SLOW_AFTER_S = 0.1
 """Time after which a rendering is slow, in seconds."""
 WAIT_S = 10.0
 """Longest wait for a place, in seconds."""
@@ -48,7 +48,7 @@ class RenderSlots:
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self._quick = self._slow = self._bytes = 0
+        self._fast = self._slow = self._bytes = 0
 
     async def enter(self, name: str, size: int) -> Place:
         """Wait for a place for variables of `size` bytes; the caller must call `leave`. Raises Overloaded."""
@@ -70,13 +70,13 @@ class RenderSlots:
             raise Overloaded(f"the prompt waited {WAIT_S:.0f} s to be rendered; retry later", retry_after=1) from None
         return place
 
-    def become_slow(self, place: Place) -> bool:
-        """Move a rendering from the quick to the slow places; return false if none is free."""
-        if self._slow >= SLOW:
+    def move_to_slow(self, place: Place) -> bool:
+        """Move a rendering from the fast to the slow places; return false if none is free."""
+        if self._slow >= SLOW_PLACES:
             return False
         place.slow = True
         self._slow += 1
-        self._quick -= 1
+        self._fast -= 1
         place.tenant.slow += 1
         self._next()
         return True
@@ -88,7 +88,7 @@ class RenderSlots:
             self._slow -= 1
             place.tenant.slow -= 1
         else:
-            self._quick -= 1
+            self._fast -= 1
         self._next()
 
     def _count(self, tenant: _Tenant, size: int) -> None:
@@ -107,7 +107,7 @@ class RenderSlots:
         """Give the free places to tenants in turn, and forget tenants without renderings."""
         for name in [name for name, each in self._tenants.items() if not each.waiting and not each.running]:
             del self._tenants[name]
-        while self._quick < QUICK:
+        while self._fast < FAST_PLACES:
             chosen = next((name for name, each in self._tenants.items() if each.waiting and not each.slow), None)
             if chosen is None:
                 return
@@ -117,5 +117,5 @@ class RenderSlots:
             self._count(tenant, -place.size)
             if not place.turn.done():
                 tenant.running += 1
-                self._quick += 1
+                self._fast += 1
                 place.turn.set_result(None)

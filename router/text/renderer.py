@@ -20,7 +20,7 @@ from kvferry.router.text.render_frames import (
     DEADLINE_S,
     ERROR,
     LENGTH,
-    LONGEST_ERROR,
+    MAX_ERROR_CHARS,
     READY,
     TEXT,
     TOO_LONG,
@@ -30,7 +30,7 @@ from kvferry.router.text.render_frames import (
     minimal_environment,
     parts_of,
 )
-from kvferry.router.text.render_slots import PATIENCE_S, QUICK, Place, RenderSlots
+from kvferry.router.text.render_slots import FAST_PLACES, SLOW_AFTER_S, Place, RenderSlots
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 
@@ -137,13 +137,13 @@ class Renderer:
 
         def slow_down() -> None:
             nonlocal refused
-            refused = not place.slow and not self._slots.become_slow(place)
+            refused = not place.slow and not self._slots.move_to_slow(place)
             if refused:
                 child.end()
             else:
                 _yield_cores(child)
 
-        timer = asyncio.get_running_loop().call_later(PATIENCE_S, slow_down)
+        timer = asyncio.get_running_loop().call_later(SLOW_AFTER_S, slow_down)
         try:
             async with asyncio.timeout(self._deadline_s):
                 kind, text = await child.ask(rendering.frame, 4 * longest_text(len(rendering.frame)) + 1)
@@ -158,7 +158,7 @@ class Renderer:
             raise
         finally:
             timer.cancel()
-            if kept and not self._closed and len(self._idle) < QUICK:
+            if kept and not self._closed and len(self._idle) < FAST_PLACES:
                 self._idle.append(child)
             else:
                 self._end(child)
@@ -188,7 +188,7 @@ class Renderer:
         self._children.add(child)
         try:
             async with asyncio.timeout(START_S):
-                kind, text = await child.ask(self._template.sources, 4 * LONGEST_ERROR)
+                kind, text = await child.ask(self._template.sources, 4 * MAX_ERROR_CHARS)
             if kind != READY:
                 raise InvalidRequest(f"the chat template cannot be used: {text}", param="messages")
         except BaseException as error:

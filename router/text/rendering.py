@@ -19,7 +19,7 @@ from kvferry.router.text.render_frames import (
     pack,
 )
 
-WITHIN = f"within {MEMORY >> 20} MiB of memory and {DEADLINE_S:.0f} s"
+WITHIN_LIMITS = f"within {MEMORY >> 20} MiB of memory and {DEADLINE_S:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Rendering:
 
     def died(self) -> InvalidRequest:
         """Return the error of a rendering whose process ends each time."""
-        return self._exceeded(f"cannot be rendered {WITHIN}")
+        return self._exceeded(f"cannot be rendered {WITHIN_LIMITS}")
 
     def _exceeded(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"the chat template {what} for these {self.param}, which is the limit", param=self.param)

@@ -16,7 +16,7 @@ class StopMatcher:
         assert all(stops), stops
         self._stops = tuple(stops)
         self._starts = frozenset(stop[0] for stop in stops)
-        self._reach = max(map(len, stops), default=1) - 1
+        self._overlap = max(map(len, stops), default=1) - 1
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -43,7 +43,7 @@ class StopMatcher:
         return held
 
     def _hold_from(self, text: str) -> int:
-        for at in range(max(0, len(text) - self._reach), len(text)):
+        for at in range(max(0, len(text) - self._overlap), len(text)):
             if text[at] in self._starts and any(stop.startswith(text[at:]) for stop in self._stops):
                 return at
         return len(text)

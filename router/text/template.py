@@ -25,7 +25,7 @@ from kvferry.router.text.render_frames import (
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template_traits import XML_TOOLS, Probe, probed
 
-SMALL = 8 * 1024
+SMALL_BYTES = 8 * 1024
 """Largest size of the variables for a rendering in this process, in bytes."""
 MAX_SOURCE = 2**20
 """Longest source of a template, in characters."""
@@ -95,7 +95,7 @@ class ChatTemplate:
         """Return what the template writes; None if rendering it in this process could take long.
 
         Raises InvalidRequest if the template refuses the variables."""
-        if not self.cheap or len(rendering.frame) > SMALL:
+        if not self.cheap or len(rendering.frame) > SMALL_BYTES:
             return None
         try:
             return self._compiled[rendering.name].render(rendering.variables)
@@ -104,13 +104,13 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and can fail in any way on unexpected messages
             raise rendering.refused(str(error)) from error
 
-    def render_all(self, asked: Sequence[Rendering]) -> list[str | None]:
+    def render_all(self, renderings: Sequence[Rendering]) -> list[str | None]:
         """Return the texts of several prompts, with one child process at most; None where that failed. Blocks.
 
         Raises ConfigError if the templates do not compile."""
-        texts: list[str | None] = [None] * len(asked)
+        texts: list[str | None] = [None] * len(renderings)
         left: list[int] = []
-        for place, rendering in enumerate(asked):
+        for place, rendering in enumerate(renderings):
             with contextlib.suppress(InvalidRequest):
                 texts[place] = self.render_here(rendering)
                 left += [place] if texts[place] is None else []
@@ -119,7 +119,7 @@ class ChatTemplate:
         with contextlib.ExitStack() as ends:
             child = self._child or ends.enter_context(RenderChild(self.sources, MAX_PROBING_S))
             for place in left:
-                found = child.answer(asked[place].frame)
+                found = child.answer(renderings[place].frame)
                 texts[place] = found[1] if found is not None and found[0] == TEXT else None
         return texts
 

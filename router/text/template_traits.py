@@ -125,11 +125,11 @@ def _efforts(render: Render, traits: TemplateTraits) -> frozenset[str]:
 
 
 def _of_calls(render: Render, traits: TemplateTraits) -> TemplateTraits:
-    found, bent = _call_texts(render, traits), replace(traits, null_content=True)
+    found, changed = _call_texts(render, traits), replace(traits, null_content=True)
     if not _takes_object(found["object"]) and not _takes_text(found["text"]):
-        others = _call_texts(render, bent)
+        others = _call_texts(render, changed)
         if _takes_object(others["object"]) or _takes_text(others["text"]):
-            traits, found = bent, others
+            traits, found = changed, others
     takes_text = not _takes_object(found["object"]) and _takes_text(found["text"])
     kind, suffix = ("text", ", text") if takes_text else ("object", "")
     plain, long, named = found[kind], found["long id" + suffix], found["named" + suffix]
@@ -179,12 +179,12 @@ def _takes_text(text: str | None) -> bool:
 
 def _with_rules(render: Render, traits: TemplateTraits, *, knows_calls: bool) -> TemplateTraits:
     """Add the rules that the template needs: it rejects a sample or drops a part of it, but shows the adapted one."""
-    asked: dict[str, Messages] = {}
+    variants: dict[str, Messages] = {}
     for place, rule in enumerate(RULES):
         for sample in rule.samples:
-            for bent in _variants(sample, place):
-                asked[_key(bent)] = bent
-    cases = {key: each for key, each in asked.items() if knows_calls or not _has_calls(each)}
+            for changed in _variants(sample, place):
+                variants[_key(changed)] = changed
+    cases = {key: each for key, each in variants.items() if knows_calls or not _has_calls(each)}
     probes = [
         _probe(traits, traits.calls(each, keeps_functions=False), tools=_has_calls(each)) for each in cases.values()
     ]
@@ -193,7 +193,7 @@ def _with_rules(render: Render, traits: TemplateTraits, *, knows_calls: bool) ->
     needed: list[Adaptation] = []
     for place, rule in enumerate(RULES):
         pairs = [(adapted(each, needed)[0], adapted(each, RULES[place:])[0]) for each in rule.samples]
-        if any(_key(now) not in shown and _key(bent) in shown for now, bent in pairs):
+        if any(_key(now) not in shown and _key(changed) in shown for now, changed in pairs):
             needed.append(rule)
     system = _key(SYSTEM_FIRST)
     return replace(traits, rules=tuple(needed), takes_system=system in shown)
@@ -203,7 +203,7 @@ def _variants(sample: Messages, place: int) -> list[Messages]:
     """Return a sample as changed by any rules before `place`, and as changed by all rules from `place` on."""
     found = [sample]
     for rule in RULES[:place]:
-        found += [bent for each in found if (bent := rule.bend(each)) not in found]
+        found += [changed for each in found if (changed := rule.apply(each)) not in found]
     return [*found, adapted(sample, RULES[place:])[0]]
 
 

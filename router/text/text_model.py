@@ -22,7 +22,7 @@ from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 from kvferry.router.text.thinking_variables import EFFORT, variables
-from kvferry.router.text.tool_prompt import introduced, spelled
+from kvferry.router.text.tool_prompt import tools_as_text, with_tool_prompt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of the OpenAI API; models trained on other roles name them in their chat template."""
@@ -100,9 +100,9 @@ class TextModel:
         """Render messages to the prompt's text; blocks, possibly for a child process. given: see `rendering`.
 
         Raises InvalidRequest naming the field."""
-        asked = self.rendering(messages, **given)
+        rendering = self.rendering(messages, **given)
         assert self.template is not None
-        return self.template.render(asked)
+        return self.template.render(rendering)
 
     def rendering(
         self,
@@ -129,22 +129,22 @@ class TextModel:
         self.check(messages, extra)
         traits = template.traits
         shown, tools, mark = self._conversation(template, messages, tools)
-        bent, adaptations = adapted(shown, () if mark or self.strict_templates else self._rules(template))
-        told = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
-        if EFFORT in extra and told[EFFORT] != extra[EFFORT]:
+        adapted_messages, adaptations = adapted(shown, () if mark or self.strict_templates else self._rules(template))
+        thinking = variables(extra, template.variables, () if self.strict_templates else traits.efforts)
+        if EFFORT in extra and thinking[EFFORT] != extra[EFFORT]:
             adaptations = (*adaptations, "reasoning-effort-nearest")
         return Rendering(
             "tool_use" if tools else "plain",
             {
                 **template.special_tokens,
-                **told,
-                "messages": traits.content(bent),
+                **thinking,
+                "messages": traits.content(adapted_messages),
                 **traits.tools(tools),
                 "documents": documents or None,
                 "add_generation_prompt": add_generation_prompt,
             },
             mark,
-            bent[-1]["content"] if continue_final_message else None,
+            adapted_messages[-1]["content"] if continue_final_message else None,
             adaptations=adaptations,
         )
 
@@ -155,10 +155,10 @@ class TextModel:
         shown = [shaped(message, place) for place, message in enumerate(messages)]
         syntax, takes_system = (self.dialect.syntax if self.dialect else None), template.takes_system
         if not self.shows_tools and syntax is not None:
-            shown = introduced(shown, tools, syntax, takes_system=takes_system) if tools else shown
+            shown = with_tool_prompt(shown, tools, syntax, takes_system=takes_system) if tools else shown
         elif (tools or any(map(has_tools, shown))) and not self.shows_tools:
             parsed = list(map(object_arguments, shown))
-            return spelled(parsed, tools, takes_system=takes_system), None, ""
+            return tools_as_text(parsed, tools, takes_system=takes_system), None, ""
         if self.channels:
             mark = uuid.uuid4().hex
             return channelled(list(map(object_arguments, shown)), mark), described(tools), mark

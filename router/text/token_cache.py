@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models
 
 PART_CHARS = 4096
 """Length of a part up to the next allowed cut, in characters."""
-LEAST_CHARS = 2 * PART_CHARS
+MIN_CHARS = 2 * PART_CHARS
 """Shortest text that is cut, in characters; shorter ones are encoded whole in one or two milliseconds."""
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 """Largest size of one model's cached parts and ids, in bytes; the least recently used are dropped."""
 CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])", re.ASCII)
 _CASELESS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
@@ -47,8 +47,8 @@ class TokenCache:
 
     `encode` returns the ids of each text, without the model's special tokens around it."""
 
-    def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_BYTES) -> None:
-        self._encode, self._most = encode, most
+    def __init__(self, tokenizer: Tokenizer, encode: Encode, max_bytes: int = MAX_BYTES) -> None:
+        self._encode, self._max_bytes = encode, max_bytes
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._parts: OrderedDict[str, array[int]] = OrderedDict()
         self._bytes = 0
@@ -56,7 +56,7 @@ class TokenCache:
 
     def worth(self, text: str) -> bool:
         """Return whether the text may be cut and is long enough for it."""
-        return self._around is not None and len(text) >= LEAST_CHARS
+        return self._around is not None and len(text) >= MIN_CHARS
 
     def ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of the whole text, cut at allowed places."""
@@ -81,7 +81,7 @@ class TokenCache:
                     self._parts[part] = ids
                     self._bytes += _size(part, ids)
                 self._parts.move_to_end(part)
-            while self._bytes > self._most:
+            while self._bytes > self._max_bytes:
                 self._bytes -= _size(*self._parts.popitem(last=False))
 
 

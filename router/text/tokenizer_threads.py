@@ -16,9 +16,9 @@ from kvferry.protocol.errors import Overloaded
 
 T = TypeVar("T")
 
-SHORT = 32_768
+SHORT_CHARS = 32_768
 """Longest text of the short lane, in characters; it takes about ten milliseconds."""
-MOST_WAITING = 2**24
+MAX_WAITING_CHARS = 2**24
 """Characters that may wait in one lane, some seconds of work; a single call may be longer."""
 
 
@@ -29,12 +29,12 @@ class TokenizerThreads:
         cores = os.cpu_count() or 1
         self._short, self._long = _Lane(min(4, max(1, cores // 2))), _Lane(max(1, min(4, cores // 4)))
 
-    async def run(self, call: Callable[..., T], *args: Any, size: int = SHORT, of: int = 0) -> T:
+    async def run(self, call: Callable[..., T], *args: Any, size: int = SHORT_CHARS, of: int = 0) -> T:
         """Return the result of `call(*args)`, run on a thread; raise Overloaded if too much waits.
 
         `size` is the number of characters to process. `of` is the size of the whole text that the call is a part of;
         calls for smaller texts go first."""
-        lane = self._short if size <= SHORT else self._long
+        lane = self._short if size <= SHORT_CHARS else self._long
         return await lane.run(partial(call, *args), size, max(size, of))
 
 
@@ -56,7 +56,7 @@ class _Lane:
         if self._free:
             self._free -= 1
             return
-        if self._waiting and self._waiting + size > MOST_WAITING:
+        if self._waiting and self._waiting + size > MAX_WAITING_CHARS:
             raise Overloaded("too much text is waiting to be tokenized", retry_after=2.0)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (rank, next(self._numbers), turn))

@@ -49,7 +49,7 @@ _SEVERAL = "\n\nSeveral calls in one answer:\n"
 _SYSTEM = "You are a helpful assistant."
 
 
-def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
+def tools_as_text(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_system: bool) -> list[Message]:
     """Return the messages with calls and results as text, and the tools described at the beginning.
 
     Consecutive results share one user message, for templates that alternate roles."""
@@ -58,7 +58,7 @@ def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_s
         if is_result:
             shown.append({"role": "user", "content": "\n".join(map(_result, group))})
         else:
-            shown += map(_said, group)
+            shown += map(_with_calls_as_text, group)
     if tools:
         _describe(
             shown, _FORMAT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)), takes_system
@@ -66,7 +66,7 @@ def spelled(messages: Sequence[Message], tools: Sequence[Any] | None, *, takes_s
     return shown
 
 
-def introduced(
+def with_tool_prompt(
     messages: Sequence[Message], tools: Sequence[Any], syntax: ToolSyntax, *, takes_system: bool
 ) -> list[Message]:
     """Return the messages with the tools described at the beginning, for a template that shows their calls itself."""
@@ -101,7 +101,7 @@ def _result(message: Message) -> str:
     return f"<tool_response>\n{message['content']}\n</tool_response>"
 
 
-def _said(message: Message) -> Message:
+def _with_calls_as_text(message: Message) -> Message:
     """Return a message with its calls as text."""
     if not message.get("tool_calls"):
         return dict(message)

@@ -56,7 +56,7 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Parsed:
     """Parsed part of a text: reasoning, then text, then calls; an empty part was not found.
 
     A call has at most one delta."""
@@ -86,7 +86,7 @@ class Piece:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     closed: bool = False
-    row: tuple[Found, ...] = ()
+    row: tuple[Parsed, ...] = ()
 
 
 class Transcript:

@@ -15,11 +15,11 @@ from kvferry.router.text.token_cache import Encode, around, cuts
 
 SPACE = re.compile(r" (?<=[!-~] )(?=[A-Za-z])", re.ASCII)
 """Space after an allowed cut (`token_cache.CUT`). The regex engine finds spaces quickly and checks only those."""
-MOST_WORDS = 2**16
+MAX_WORDS = 2**16
 """Largest number of cached words; beyond it the cache is cleared."""
-LONGEST = 32
+MAX_WORD_CHARS = 32
 """Longest cached word, in characters."""
-LEARNED = 32
+MAX_NEW_WORDS = 32
 """Largest number of new words of one text that are encoded separately, at several times the cost."""
 
 
@@ -28,8 +28,8 @@ class WordCache:
 
     `encode` returns the ids of each text, without the model's special tokens around it."""
 
-    def __init__(self, tokenizer: Tokenizer, encode: Encode, most: int = MOST_WORDS) -> None:
-        self._encode, self._most = encode, most
+    def __init__(self, tokenizer: Tokenizer, encode: Encode, max_words: int = MAX_WORDS) -> None:
+        self._encode, self._max_words = encode, max_words
         self._around = around(tokenizer) if cuts(tokenizer) else None
         self._known: dict[str, list[int]] = {}
         """Ids by word without the space before it; a text's first word is stored with one."""
@@ -56,8 +56,8 @@ class WordCache:
     def _learned(self, text: str, words: list[str]) -> list[int]:
         """Return the ids of a text with new words, some of which are kept."""
         new = set(words).difference(self._known)
-        if len(new) > LEARNED:
-            learned = [word for word in new if len(word) <= LONGEST][:LEARNED]
+        if len(new) > MAX_NEW_WORDS:
+            learned = [word for word in new if len(word) <= MAX_WORD_CHARS][:MAX_NEW_WORDS]
             whole, *apart = self._encode([text, *map(_text, learned)])
             self._keep(dict(zip(learned, apart, strict=True)))
             return whole
@@ -67,9 +67,9 @@ class WordCache:
         return ids
 
     def _keep(self, found: dict[str, list[int]]) -> None:
-        if len(self._known) + len(found) > self._most:
+        if len(self._known) + len(found) > self._max_words:
             self._known.clear()
-        self._known.update((word, ids) for word, ids in found.items() if len(word) <= LONGEST)
+        self._known.update((word, ids) for word, ids in found.items() if len(word) <= MAX_WORD_CHARS)
 
 
 def _text(word: str) -> str:

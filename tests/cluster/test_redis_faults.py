@@ -16,7 +16,7 @@ async def befalls(cluster: RedisCluster, deed) -> None:
     found = [probe.hit for probe in cluster.since(LAST)]
     assert len(found) == LAST
     assert sum(found) >= LAST - 2
-    first, second = ({*router.toy.able("decode")} for router in cluster.routers)
+    first, second = ({*router.toy.usable("decode")} for router in cluster.routers)
     assert first == second, "routers agree"
     assert len(first) == 2, "no node is lost"
 

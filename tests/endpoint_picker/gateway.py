@@ -58,7 +58,7 @@ class House:
         self.cluster = RouterCluster(
             self.store, self.store, self.metrics, nodes=self.nodes,
             client=NodeClient("epp-test", connect_s=2.0, silence_s=5.0),
-            buddies=False, fetch=False, patience_s=self.settings.queue_timeout, lookup_s=5.0,
+            buddies=False, fetch=False, max_wait_s=self.settings.queue_timeout, lookup_s=5.0,
         )  # fmt: skip
         text = replace(demo_text(), called=ModelName("m"))
         self.tenants = TenantRegistry(self.settings)

@@ -55,7 +55,7 @@ async def house() -> AsyncIterator[House]:
     workers = [make(f"{make.__name__[0]}-{m}", changes=of(m)) for m in ("m", "n") for make in (prefill, decode)]
     bench = House(workers)
     async with bench:
-        await until(lambda: bool(bench.other.able("decode")))
+        await until(lambda: bool(bench.other.usable("decode")))
         yield bench
 
 
@@ -104,7 +104,7 @@ async def test_a_model_that_loses_its_nodes_is_refused_by_name_while_the_other_r
     for node in ("p-n", "d-n"):
         house[node].crash()
         await house.store.withdraw(node, 1)
-    await until(lambda: not house.other.able("decode"))
+    await until(lambda: not house.other.usable("decode"))
     refused = await house.complete("n")
     assert (refused.status_code, error_of(refused)["code"]) == (503, "no_nodes")
     assert "'n'" in error_of(refused)["message"]
@@ -117,7 +117,7 @@ async def test_a_model_that_loses_its_nodes_is_refused_by_name_while_the_other_r
     assert ready.json()["models"] == {"first": {"prefill": 1, "decode": 1}, "n": {"prefill": 0, "decode": 0}}
     back = decode("d-n", epoch=2, changes=of("n"))
     await house.add(back)
-    await until(lambda: bool(house.other.able("decode")))
+    await until(lambda: bool(house.other.usable("decode")))
     assert (await house.complete("n")).status_code == 200
 
 

@@ -17,7 +17,7 @@ from kvferry.engine import replication
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.placement import fetching
 from kvferry.placement.types import Demand, Placement
-from kvferry.router.dispatch.context import Held
+from kvferry.router.dispatch.context import Hits
 from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.nodes.model_nodes import FingerprintGroup
 from kvferry.runtime.suspend_aware_clock import TICK_S, SuspendAwareClock
@@ -29,7 +29,7 @@ _place = ModelCluster.place
 
 
 def _away(
-    cluster: ModelCluster, demand: Demand, held: Held, groups: Sequence[FingerprintGroup] | None = None
+    cluster: ModelCluster, demand: Demand, held: Hits, groups: Sequence[FingerprintGroup] | None = None
 ) -> Placement:
     """Not where the prefix is, as if that node were busy: it is fetched from there."""
     every = {name: blocks for found in held.values() for name, blocks in found.items()}

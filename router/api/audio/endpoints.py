@@ -18,7 +18,7 @@ from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.audio.body import SpeechBody, speech_body
 from kvferry.router.api.audio.form import Form, read_form
 from kvferry.router.api.generation_route import GenerationRoute
-from kvferry.router.api.http_errors import shown
+from kvferry.router.api.http_errors import error_body
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.sse import dump
@@ -151,7 +151,7 @@ class SpeechAnswer:
         return self._kind.startswith(EVENTS)
 
     def _failing(self, error: KvferryError) -> bytes:
-        return b"data: " + dump(shown(error, self._path)) + b"\n\n"
+        return b"data: " + dump(error_body(error, self._path)) + b"\n\n"
 
 
 _NO_SNIFFING: Mapping[str, str] = {"x-content-type-options": "nosniff"}

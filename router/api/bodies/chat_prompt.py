@@ -39,8 +39,8 @@ class ChatPrompt(RequestBody):
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
-        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
-        extra = {name: value for name, value in said.items() if value is not None}
+        options = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
+        extra = {name: value for name, value in options.items() if value is not None}
         return {
             "documents": self.documents,
             "add_generation_prompt": not continues

@@ -16,7 +16,7 @@ MAX_BEAMS = MAX_LOGPROBS // 2
 """Largest number of beams; a beam's extensions come from twice as many likeliest tokens."""
 MAX_LENGTH_PENALTY = 10.0
 """Largest absolute exponent of the length penalty."""
-UNMOVED_BY: dict[str, Any] = {
+NEUTRAL_FOR_BEAMS: dict[str, Any] = {
     "logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "min_tokens": 0, "repetition_penalty": 1.0,
     "frequency_penalty": 0.0, "presence_penalty": 0.0,
 }  # fmt: skip
@@ -53,6 +53,6 @@ class ChoiceFields(BaseModel):
         if made > MAX_BEAMS:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(f"{field} must be at most {MAX_BEAMS} with use_beam_search", param=field)
-        for field, neutral in UNMOVED_BY.items():
+        for field, neutral in NEUTRAL_FOR_BEAMS.items():
             if getattr(self, field, None) not in (None, neutral):
                 raise InvalidRequest(f"{field} is not supported with beam search", param=field)

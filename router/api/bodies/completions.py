@@ -77,5 +77,5 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
 
     def prompt_top(self) -> int | None:
         """Return the number of prompt log-probabilities; echo shows those of the prompt too."""
-        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
-        return max(wanted, default=None)
+        counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(counts, default=None)

@@ -147,7 +147,7 @@ Name = Annotated[str, Field(max_length=MAX_NAME)]
 Kwargs = Annotated[dict[str, Any], Field(max_length=MAX_KWARGS)]
 
 
-def told(must: str) -> GetPydanticSchema:
+def fail_with(must: str) -> GetPydanticSchema:
     """Report one error for a field of several types, instead of one for each type."""
     return GetPydanticSchema(
         lambda source, build: core_schema.custom_error_schema(build(source), "type", custom_error_message=must)
@@ -162,7 +162,7 @@ class Message(TypedDict):
     the template."""
 
     role: Annotated[str, Field(description=f"{', '.join(ROLES)}, or a role that the model's chat template uses")]
-    content: NotRequired[Annotated[str | list[Any] | None, told("must be a string or a list of parts")]]
+    content: NotRequired[Annotated[str | list[Any] | None, fail_with("must be a string or a list of parts")]]
     tool_calls: NotRequired[list[Any] | None]
 
 
@@ -223,7 +223,7 @@ class TierFields(BaseModel):
     service_tier: (
         Annotated[
             Literal["auto", "default", "flex", "priority", "scale"],
-            told("must be auto, default, flex, priority or scale"),
+            fail_with("must be auto, default, flex, priority or scale"),
         ]
         | None
     ) = None

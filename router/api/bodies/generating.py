@@ -32,7 +32,7 @@ from kvferry.router.api.bodies.output_grammar import bounded, parsing
 from kvferry.router.api.bodies.reasoning import ReasoningFields
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.session_fields import SessionFields
-from kvferry.router.api.bodies.structured import Asked, StructuredFields
+from kvferry.router.api.bodies.structured import RequestedGrammar, StructuredFields
 from kvferry.router.api.bodies.tools import ToolFields, ToolUse
 from kvferry.router.api.bodies.unsupported_fields import (
     UnsupportedFields,
@@ -190,22 +190,22 @@ class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, Gene
         stops = bool(self.stop or self.stop_token_ids)
         return parsing(text, use, streams=bool(self.stream), stops=stops, shown=shown)
 
-    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> RequestedGrammar | None:
         """Return the grammar of the output, including tool calls and reasoning; raise InvalidRequest."""
-        asked, use, budget = super().grammar(text, prompt), self._use(), self.reasoning_budget(text)
-        if use is None and budget is None and (asked is None or (text.thinking is None and not text.channels)):
-            return asked
-        return bounded(text, use, asked, prompt, continued=bool(self.continue_final_message), budget=budget)
+        requested, use, budget = super().grammar(text, prompt), self._use(), self.reasoning_budget(text)
+        if use is None and budget is None and (requested is None or (text.thinking is None and not text.channels)):
+            return requested
+        return bounded(text, use, requested, prompt, continued=bool(self.continue_final_message), budget=budget)
 
     def _use(self) -> ToolUse | None:
-        asked = self.tools or self.functions or self.tool_choice or self.function_call
-        return self.tool_use() if asked else None
+        has_tools = self.tools or self.functions or self.tool_choice or self.function_call
+        return self.tool_use() if has_tools else None
 
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the messages and tools as the single prompt."""
-        asked = self.rendering(text, self.messages, None if self._use() is None else self.usable())
-        self._adaptations = asked.adaptations
-        return [asked]
+        rendering = self.rendering(text, self.messages, None if self._use() is None else self.usable())
+        self._adaptations = rendering.adaptations
+        return [rendering]
 
     def media_chat(self, text: TextModel) -> MediaChat | None:
         """Return the chat if it has images, audio or video, which only an engine can read; raise InvalidRequest."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
-from kvferry.router.api.bodies.structured import Asked
+from kvferry.router.api.bodies.structured import RequestedGrammar
 from kvferry.router.api.bodies.tools import ToolUse
 from kvferry.router.text.parsers import harmony, harmony_syntax
 from kvferry.router.text.parsers.families import MARKERS, marker_ids, marks_of, tokens_in
@@ -56,34 +56,35 @@ def parsing(text: TextModel, use: ToolUse | None, *, streams: bool, stops: bool,
 def bounded(
     text: TextModel,
     use: ToolUse | None,
-    asked: Asked | None,
+    requested: RequestedGrammar | None,
     prompt: Sequence[int],
     *,
     continued: bool,
     budget: int | None = None,
-) -> Asked | None:
+) -> RequestedGrammar | None:
     """Return the grammar for this prompt's output: tool calls, the requested format, or either.
 
-    `asked` is the grammar of a text answer. `continued`: the prompt ends within a text answer. `budget`: maximum
+    `requested` is the grammar of a text answer. `continued`: the prompt ends within a text answer. `budget`: maximum
     tokens of reasoning, for a model whose reasoning `limits_reasoning`. Raises InvalidRequest."""
     thinking = None if continued else text.thinking
     opened, budget = Parsing(thinking).opened(text.tokenizer, prompt), None if continued else budget
     try:
-        answer = None if asked is None else lark_answer(asked[1])
+        answer = None if requested is None else lark_answer(requested[1])
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{asked and asked[0]}: not valid JSON: {error}", param=asked and asked[0]) from error
-    if use is None or (asked is not None and answer is None):
-        if use is not None and asked is not None:
-            raise InvalidRequest(f"{asked[0]} of this kind cannot be combined with tools", param=asked[0])
-        if asked is not None and budget is not None and answer is None:
-            raise InvalidRequest(f"{asked[0]} of this kind cannot be combined with {BUDGET}", param=BUDGET)
+        field = requested and requested[0]
+        raise InvalidRequest(f"{field}: not valid JSON: {error}", param=field) from error
+    if use is None or (requested is not None and answer is None):
+        if use is not None and requested is not None:
+            raise InvalidRequest(f"{requested[0]} of this kind cannot be combined with tools", param=requested[0])
+        if requested is not None and budget is not None and answer is None:
+            raise InvalidRequest(f"{requested[0]} of this kind cannot be combined with {BUDGET}", param=BUDGET)
         if (answer is None and budget is None) or (thinking is None and not text.channels):
-            return asked
+            return requested
     if text.channels:
-        return _on_channels(text, use, asked, answer, prompt, budget)
+        return _on_channels(text, use, requested, answer, prompt, budget)
     if use is None:
         source = after_thought(_speller(text), thinking, opened, answer or "", budget)
-        return asked[0] if asked is not None else BUDGET, Grammar("lark", source)
+        return requested[0] if requested is not None else BUDGET, Grammar("lark", source)
     dialect = text.dialect
     assert dialect is not None
     source = grammar(
@@ -109,11 +110,11 @@ def limits_reasoning(text: TextModel) -> bool:
 def _on_channels(
     text: TextModel,
     use: ToolUse | None,
-    asked: Asked | None,
+    requested: RequestedGrammar | None,
     answer: str | None,
     prompt: Sequence[int],
     budget: int | None,
-) -> Asked:
+) -> RequestedGrammar:
     """Return the grammar for a model whose output consists of messages on channels; see `bounded`."""
     source = harmony_syntax.grammar(
         () if use is None else use.tools,
@@ -124,22 +125,22 @@ def _on_channels(
         answer=answer,
         budget=budget,
     )
-    field = use.place if use is not None else asked[0] if asked is not None else BUDGET
+    field = use.place if use is not None else requested[0] if requested is not None else BUDGET
     return field, Grammar("lark", source)
 
 
-def lark_answer(asked: Grammar) -> str | None:
+def lark_answer(grammar: Grammar) -> str | None:
     """Return the Lark text of an answer's grammar, for JSON or a choice of texts; None for other kinds."""
-    options: dict[str, Any] = {"lenient": asked.lenient}
-    if asked.whitespace is not None:
-        options["whitespace"] = asked.whitespace
-    match asked.kind:
+    options: dict[str, Any] = {"lenient": grammar.lenient}
+    if grammar.whitespace is not None:
+        options["whitespace"] = grammar.whitespace
+    match grammar.kind:
         case "json_schema":
-            return lark.schema(json.loads(asked.source), **options)
+            return lark.schema(json.loads(grammar.source), **options)
         case "json_object":
             return lark.schema({"type": "object"}, **options)
         case "choice":
-            return either([lark.text(each) for each in json.loads(asked.source)])
+            return either([lark.text(each) for each in json.loads(grammar.source)])
     return None
 
 

@@ -9,11 +9,11 @@ from kvferry.protocol.errors import Overloaded
 
 LONG_BYTES, LONG_S = 64 * 1024, 0.006
 """Bodies with fewer bytes or a lower cost in seconds are parsed at once."""
-SHARE = 0.05
+PARSING_SHARE = 0.05
 """Fraction of the event loop's time for long bodies while other requests wait, so that few are delayed by one."""
 CREDIT_S = 0.2
 """Parsing time available at once after a pause, in seconds."""
-PATIENCE_S = 10.0
+MAX_WAIT_S = 10.0
 """Longest wait of a body for those of its own source, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
@@ -21,7 +21,7 @@ MAX_VALUES = 2**20
 """Largest number of values in a body; parsing that many takes 0.1 to 0.3 s, in slices."""
 MAX_OBJECTS = 2**15
 """Largest number of lists and objects among the values, most of which are validated one by one."""
-COUNTED = 2**16
+COUNT_BYTES = 2**16
 """Bytes of a body that are counted before the event loop runs other work."""
 _MARKS = b",{["
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
@@ -48,9 +48,9 @@ async def counted(data: bytes) -> tuple[int, int, int]:
     The data of an image have none of them, which a search finds out in a tenth of the time. Elsewhere, removing all
     other bytes first takes half the time of counting these three in the text."""
     found = [0, 0, 0]
-    for at in range(0, len(data), COUNTED):
-        if any(data.find(mark, at, at + COUNTED) >= 0 for mark in _MARKS):
-            marks = data[at : at + COUNTED].translate(None, _OTHERS)
+    for at in range(0, len(data), COUNT_BYTES):
+        if any(data.find(mark, at, at + COUNT_BYTES) >= 0 for mark in _MARKS):
+            marks = data[at : at + COUNT_BYTES].translate(None, _OTHERS)
             for number, mark in enumerate(_MARKS):
                 found[number] += marks.count(mark)
         await asyncio.sleep(0)
@@ -74,10 +74,10 @@ class ParsePacing:
             return
         loop = asyncio.get_running_loop()
         own = self._waiting.get(source, ())
-        wait = max(0.0, self._free_at - loop.time()) + sum(each for each, _ in own) / SHARE
-        if wait > PATIENCE_S:
+        wait = max(0.0, self._free_at - loop.time()) + sum(each for each, _ in own) / PARSING_SHARE
+        if wait > MAX_WAIT_S:
             raise Overloaded(
-                "too many large request bodies are waiting to be parsed", retry_after=wait - PATIENCE_S + 1
+                "too many large request bodies are waiting to be parsed", retry_after=wait - MAX_WAIT_S + 1
             )
         if not self._waiting and self._free_at <= loop.time():
             return self._take(cost)
@@ -116,4 +116,4 @@ class ParsePacing:
 
     def _take(self, cost: float) -> None:
         now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now - CREDIT_S / SHARE) + cost / SHARE
+        self._free_at = max(self._free_at, now - CREDIT_S / PARSING_SHARE) + cost / PARSING_SHARE

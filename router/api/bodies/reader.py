@@ -35,10 +35,10 @@ from kvferry.router.api.bodies.sliced_json import (
 from kvferry.router.request_context import CALL
 from kvferry.runtime.disconnect import until_disconnect
 
-AT_ONCE, PER_SOURCE = 8, 4
-"""Bounds of all arriving bodies, and of one tenant's (or one address's), as multiples of the longest body."""
-RESERVED, LITTLE = 1, 1 / 16
-"""Room beyond AT_ONCE for sources that hold little, and how much that is, as multiples of the longest body."""
+MAX_BODIES, MAX_PER_SOURCE = 8, 4
+"""Bounds of all arriving bodies, and of those of one tenant (or address), as multiples of the longest body."""
+RESERVED_BODIES, SMALL_SHARE = 1, 1 / 16
+"""Room beyond MAX_BODIES for small sources, and what a small source holds, as multiples of the longest body."""
 
 READ_AT = "kvferry.read_at"
 """Key in the ASGI scope for the time when the body was read and admitted, in seconds of the monotonic clock."""
@@ -98,8 +98,8 @@ class BodyReader:
                 self._all += len(part)
                 if size > self._longest:
                     raise self._too_large()
-                own, room = self._held[source] / self._longest, AT_ONCE - self._all / self._longest
-                if own > PER_SOURCE or room < (-RESERVED if own <= LITTLE else 0):
+                own, room = self._held[source] / self._longest, MAX_BODIES - self._all / self._longest
+                if own > MAX_PER_SOURCE or room < (-RESERVED_BODIES if own <= SMALL_SHARE else 0):
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 arrived.write(part)
             data = arrived.getvalue()  # without a copy

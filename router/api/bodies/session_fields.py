@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from kvferry.protocol.fast_init import replaced
-from kvferry.router.api.bodies.fields import Name, told
+from kvferry.router.api.bodies.fields import Name, fail_with
 from kvferry.router.dispatch.interface import RequestSpec
 
 Retention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]
@@ -18,10 +18,10 @@ class SessionFields(BaseModel):
     """OpenAI's fields about the prompt cache; `x-session-id` goes before `prompt_cache_key`."""
 
     prompt_cache_key: Name | None = None
-    prompt_cache_retention: Annotated[Retention, told("must be in_memory, 5m, 1h or 24h")] | None = None
+    prompt_cache_retention: Annotated[Retention, fail_with("must be in_memory, 5m, 1h or 24h")] | None = None
 
     def in_session(self, spec: RequestSpec) -> RequestSpec:
         """Return the request with the session of its call, and the time for which its prompt should stay cached."""
-        asked, session = self.prompt_cache_retention, spec.call.session
-        retention = asked if asked in ("1h", "24h") else ""
+        requested, session = self.prompt_cache_retention, spec.call.session
+        retention = requested if requested in ("1h", "24h") else ""
         return replaced(spec, session=session, retention=retention) if session or retention else spec

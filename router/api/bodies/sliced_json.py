@@ -63,12 +63,12 @@ class Numbers(list[Any]):
 
 
 class SlicedJson:
-    """Parser of one text; `objects` counts its lists and objects, up to just above `most`.
+    """Parser of one text; `objects` counts its lists and objects, up to just above `max_objects`.
 
     Raises TooManyObjects if it holds more, TooManyFields, and ValueError if it is not JSON."""
 
-    def __init__(self, data: bytes, most: int) -> None:
-        self._data, self._most = data, most
+    def __init__(self, data: bytes, max_objects: int) -> None:
+        self._data, self._max_objects = data, max_objects
         self.objects = 0
 
     async def value(self) -> Any:
@@ -137,7 +137,7 @@ class SlicedJson:
     def _list(self, at: int, depth: int) -> Steps:
         items, plain, begun = Numbers(), True, at
         while True:
-            found, end, ends = self._some(at, b"[", b"]", bare=at == begun)
+            found, end, ends = self._some(at, b"[", b"]", may_be_empty=at == begun)
             if ends or end > at:
                 items += found
                 plain = plain and _INT.issuperset(map(type, found))
@@ -148,7 +148,7 @@ class SlicedJson:
                 value, at = yield from self._read(at, depth)
                 items.append(value)
                 plain = plain and type(value) is int
-                at, ends = self._behind(at, b"]")
+                at, ends = self._next_item(at, b"]")
                 if ends:
                     return (items if plain else list(items)), at
             yield
@@ -156,7 +156,7 @@ class SlicedJson:
     def _object(self, at: int, depth: int) -> Steps:
         fields, begun = dict[str, Any](), at
         while True:
-            found, end, ends = self._some(at, b"{", b"}", bare=at == begun)
+            found, end, ends = self._some(at, b"{", b"}", may_be_empty=at == begun)
             if len(fields) > MAX_FIELDS:
                 raise TooManyFields
             if ends or end > at:
@@ -170,12 +170,12 @@ class SlicedJson:
                     raise ValueError(f"expected a field at byte {at}")
                 name = self._parsed(*key.span(1))
                 fields[name], at = yield from self._read(key.end(), depth)
-                at, ends = self._behind(at, b"}")
+                at, ends = self._next_item(at, b"}")
                 if ends:
                     return fields, at
             yield
 
-    def _some(self, at: int, opens: bytes, closes: bytes, *, bare: bool) -> tuple[Any, int, bool]:
+    def _some(self, at: int, opens: bytes, closes: bytes, *, may_be_empty: bool) -> tuple[Any, int, bool]:
         """Return the next items of a list or object, the place after them, and whether they are its last.
 
         The place is `at` if the next item is too long for a slice. bare: no item came before, so it may be empty."""
@@ -185,11 +185,11 @@ class SlicedJson:
         end = self._end(_ONE, at)
         if end >= at + WINDOW or self._data[end : end + 1] != closes:
             return (), at, False
-        if bare and not self._data[at:end].strip(b" \t\r\n"):
+        if may_be_empty and not self._data[at:end].strip(b" \t\r\n"):
             return (), end + 1, True
         return self._parsed(at, end, opens, closes), end + 1, True
 
-    def _behind(self, at: int, closes: bytes) -> tuple[int, bool]:
+    def _next_item(self, at: int, closes: bytes) -> tuple[int, bool]:
         """Return the place after the `,` or bracket that follows a value, and whether the list or object ends there."""
         at = self._space(at)
         follows = self._data[at : at + 1]
@@ -204,12 +204,12 @@ class SlicedJson:
         if opens and not value:
             raise ValueError(f"expected a value at byte {at}")
         if opens and (b"[" in part or b"{" in part):
-            self._count(objects_in(value, self._most) - 1)
+            self._count(objects_in(value, self._max_objects) - 1)
         return value
 
     def _count(self, more: int) -> None:
         self.objects += more
-        if self.objects > self._most:
+        if self.objects > self._max_objects:
             raise TooManyObjects
 
     def _end(self, pattern: re.Pattern[bytes], at: int) -> int:
@@ -231,12 +231,12 @@ def _parsed_alone(part: bytes, at: int) -> Any:
         raise ValueError(f"{error} (of the part that begins at byte {at})") from None
 
 
-def objects_in(value: Any, most: int) -> int:
-    """Count the lists and objects of a JSON value, up to just above `most`.
+def objects_in(value: Any, max_objects: int) -> int:
+    """Count the lists and objects of a JSON value, up to just above `max_objects`.
 
     Counting brackets in the text would include those in strings."""
     found, waiting = 0, [value]
-    while waiting and found <= most:
+    while waiting and found <= max_objects:
         items = waiting.pop()
         if isinstance(items, dict):
             items = items.values()

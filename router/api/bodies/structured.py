@@ -19,7 +19,7 @@ from kvferry.router.text.parsers.syntax import closed
 from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.requested import of_kind, structured_outputs
 
-Asked = tuple[str, Grammar]
+RequestedGrammar = tuple[str, Grammar]
 """Name of the field, for errors, and its grammar."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag", "regex", "grammar")
 """Supported types of response_format."""
@@ -51,7 +51,7 @@ class StructuredFields(BaseModel):
         """Return the parsing options of the output; raise InvalidRequest."""
         return PLAIN
 
-    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> RequestedGrammar | None:
         """Return the grammar for this prompt's output; raise InvalidRequest naming the field."""
         if _GIVEN(self) == _NONE:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SEE_NEXT = "(image: see the next message)"
+IMAGE_NOTE = "(image: see the next message)"
 """Text that replaces an image in a tool's result."""
 
 Part = Mapping[str, Any]
@@ -14,7 +14,7 @@ Part = Mapping[str, Any]
 
 def result_text(parts: Sequence[Part]) -> str:
     """Return the text of a tool's result."""
-    return "\n".join(SEE_NEXT if is_image(part) else part["text"] for part in parts)
+    return "\n".join(IMAGE_NOTE if is_image(part) else part["text"] for part in parts)
 
 
 def is_image(part: Part) -> bool:

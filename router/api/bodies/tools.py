@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, with_config
 from typing_extensions import TypedDict
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.api.bodies.fields import told
+from kvferry.router.api.bodies.fields import fail_with
 from kvferry.router.text.parsers.syntax import Tool
 
 MAX_TOOLS = 128
@@ -39,8 +39,8 @@ class FunctionTool(TypedDict):
 
 Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)]
-OLD = Field(json_schema_extra={"deprecated": True})
-Choice = Annotated[str | dict[str, Any] | None, told("must be a string or an object")]
+DEPRECATED = Field(json_schema_extra={"deprecated": True})
+Choice = Annotated[str | dict[str, Any] | None, fail_with("must be a string or an object")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class ToolFields(BaseModel):
     tools: Tools | None = None
     tool_choice: Choice = None
     parallel_tool_calls: StrictBool | None = None
-    functions: Annotated[Functions | None, OLD] = None
-    function_call: Annotated[Choice, OLD] = None
+    functions: Annotated[Functions | None, DEPRECATED] = None
+    function_call: Annotated[Choice, DEPRECATED] = None
 
     @property
     def legacy(self) -> bool:

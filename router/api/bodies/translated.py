@@ -11,7 +11,7 @@ from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import build
-from kvferry.router.api.bodies.structured import Asked
+from kvferry.router.api.bodies.structured import RequestedGrammar
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.refusal import InvalidMedia
 from kvferry.router.text.parsers.stage import Parsing
@@ -24,11 +24,11 @@ class TranslatedChat(ChatBody):
 
     names         the other API's names of the chat's fields
     bound_field   its field that bounds the output; `prompt_field` holds the prompt
-    asked         the original request, for the shape of the answer
+    original      the original request, for the shape of the answer
     earlier       bytes of conversation that the request refers to
     """
 
-    asked: Any = None
+    original: Any = None
     earlier: int = 0
     names: ClassVar[Mapping[str, str]]
     bound_field: ClassVar[str]
@@ -58,7 +58,7 @@ class TranslatedChat(ChatBody):
         with self._renaming():
             return super().parsing(text)
 
-    def grammar(self, text: TextModel, prompt: Sequence[int]) -> Asked | None:
+    def grammar(self, text: TextModel, prompt: Sequence[int]) -> RequestedGrammar | None:
         """Return the grammar of the output, under the other API's field name."""
         with self._renaming():
             found = super().grammar(text, prompt)
@@ -80,13 +80,13 @@ class TranslatedChat(ChatBody):
 Chat = TypeVar("Chat", bound=TranslatedChat)
 
 
-def translated(kind: type[Chat], fields: Mapping[str, Any], asked: Any) -> Chat:
+def translated(kind: type[Chat], fields: Mapping[str, Any], original: Any) -> Chat:
     """Build the chat from these fields without those that are None; raise InvalidRequest in the other API's terms."""
     try:
         chat = build(kind, {name: value for name, value in fields.items() if value is not None})
     except InvalidRequest as error:
         raise renamed(error, kind.names) from error
-    chat.asked = asked
+    chat.original = original
     return chat
 
 

@@ -12,11 +12,11 @@ from kvferry.router.api.messages.errors import message_error
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.parts import CALL, REASONING, Part, Parts, Step
-from kvferry.router.api.sse import TextEvent, named
+from kvferry.router.api.sse import TextEvent, named_event
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
 
-_PING = named({"type": "ping"})
+_PING = named_event({"type": "ping"})
 _DELTAS = {
     "text": ("text_delta", "text"),
     REASONING: ("thinking_delta", "thinking"),
@@ -38,7 +38,7 @@ class MessageAnswer(Answer):
 
     def opening(self) -> bytes:
         message = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None}
-        return named({"type": "message_start", "message": message}) + _PING
+        return named_event({"type": "message_start", "message": message}) + _PING
 
     def events(self, choice: Choice, piece: Piece) -> bytes:
         if self._parts.is_text(piece):
@@ -47,10 +47,10 @@ class MessageAnswer(Answer):
 
     def closing(self) -> bytes:
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
-        return named(delta) + named({"type": "message_stop"})
+        return named_event(delta) + named_event({"type": "message_stop"})
 
     def failing(self, error: KvferryError) -> bytes:
-        return named(message_error(error))
+        return named_event(message_error(error))
 
     def take(self, choice: Choice, piece: Piece) -> None:
         for _ in self._parts.add(piece):
@@ -94,11 +94,11 @@ class MessageAnswer(Answer):
         what, part, text, _ = step
         match what:
             case "open":
-                return named({"type": "content_block_start", "index": part.index, "content_block": _block(part)})
+                return named_event({"type": "content_block_start", "index": part.index, "content_block": _block(part)})
             case "grow":
-                return named(_delta(part, text)) if text else b""
-        signed = named(_signature(part)) if part.kind == REASONING else b""
-        return signed + named({"type": "content_block_stop", "index": part.index})
+                return named_event(_delta(part, text)) if text else b""
+        signed = named_event(_signature(part)) if part.kind == REASONING else b""
+        return signed + named_event({"type": "content_block_stop", "index": part.index})
 
     def _text(self, part: Part, text: str) -> bytes:
         """Return a text delta, filled into a template."""

@@ -8,18 +8,18 @@ from pydantic import BaseModel, Field, StrictBool, StrictFloat
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.sampling import MAX_COUNT
-from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Integer, Objects, Stops, told
+from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Integer, Objects, Stops, fail_with
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
 
-Content = Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} blocks")]
+Content = Annotated[str | Objects, fail_with(f"must be a string or a list of at most {MAX_ITEMS} blocks")]
 
 
 class CacheControl(BaseModel):
     """Mark of a block up to which the prompt is cached; here the whole prompt always is."""
 
     type: Literal["ephemeral"]
-    ttl: Annotated[Literal["5m", "1h"], told("must be 5m or 1h")] | None = None
+    ttl: Annotated[Literal["5m", "1h"], fail_with("must be 5m or 1h")] | None = None
 
 
 class Turn(BaseModel):
@@ -33,7 +33,7 @@ class Tool(BaseModel):
     """A tool that the client executes."""
 
     name: Annotated[str, Field(min_length=1)]
-    type: Annotated[Literal["custom"] | None, told("only tools of the client's own (custom) are supported")] = None
+    type: Annotated[Literal["custom"] | None, fail_with("only tools of the client's own (custom) are supported")] = None
     description: str | None = None
     input_schema: dict[str, Any]
     strict: StrictBool | None = None
@@ -100,4 +100,4 @@ class MessagesBody(CountBody):
     top_p: StrictFloat | None = None
     top_k: Annotated[Integer, Field(ge=-1, le=MAX_COUNT)] | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: Annotated[Literal["auto", "standard_only"], told("must be auto or standard_only")] | None = None
+    service_tier: Annotated[Literal["auto", "standard_only"], fail_with("must be auto or standard_only")] | None = None

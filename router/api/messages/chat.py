@@ -26,7 +26,7 @@ with it no prompt would begin like an earlier one."""
 
 
 class MessagesChat(TranslatedChat):
-    """Chat translated from a Messages API request; `asked` is the original body."""
+    """Chat translated from a Messages API request; `original` is the original body."""
 
     prompt_field, bound_field = "messages", "max_tokens"
     names: ClassVar[Mapping[str, str]] = MappingProxyType({
@@ -47,7 +47,7 @@ class MessagesChat(TranslatedChat):
         return budget if budget is not None and limits_reasoning(text) else None
 
 
-async def asked(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
+async def translate(call: RequestContext, body: CountBody, pools: ServedModels) -> MessagesChat:
     """Translate the request into a chat; raise InvalidRequest naming the field."""
     return chat(body)
 
@@ -101,7 +101,7 @@ def _turn(turn: Turn, field: str) -> list[Message]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     if turn.role == "assistant":
-        return [_said(turn.content, field)]
+        return [_as_message(turn.content, field)]
     results, images, rest = list[Message](), list[Part](), list[Part]()
     for place, block in enumerate(turn.content):
         at = f"{field}[{place}]"
@@ -112,8 +112,8 @@ def _turn(turn: Turn, field: str) -> list[Message]:
             images += filter(is_image, parts)
         else:
             rest.append(_part(block, at))
-    said = [*images, *rest]
-    return [*results, *([{"role": turn.role, "content": plain(said)}] if said or not results else [])]
+    parts = [*images, *rest]
+    return [*results, *([{"role": turn.role, "content": plain(parts)}] if parts or not results else [])]
 
 
 def _part(block: Any, field: str) -> Part:
@@ -129,7 +129,7 @@ def _part(block: Any, field: str) -> Part:
     return TranslatedPart(url, f"{at}.data")
 
 
-def _said(blocks: Sequence[Block], field: str) -> Message:
+def _as_message(blocks: Sequence[Block], field: str) -> Message:
     """Return an assistant turn's thoughts, text and calls as one message."""
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvferry.protocol.errors import ContextLengthExceeded, KvferryError
 
-PLACE = "/v1/messages"
+PATH = "/v1/messages"
 """Path of the Messages API."""
 
 _TYPES = {

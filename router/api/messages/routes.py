@@ -11,7 +11,7 @@ from kvferry.router.api.documentation import errors, takes
 from kvferry.router.api.messages.answers import MessageErrorAnswer, MessageTokens
 from kvferry.router.api.messages.body import CountBody
 from kvferry.router.api.messages.chat import chat
-from kvferry.router.api.messages.errors import PLACE
+from kvferry.router.api.messages.errors import PATH
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import CALL, RequestContext
 from kvferry.router.text.encoding import Bound
@@ -23,7 +23,7 @@ def counting(pools: ServedModels, reader: BodyReader, statuses: Sequence[int]) -
     router = APIRouter(responses=errors(*statuses, model=MessageErrorAnswer))
 
     @router.post(
-        f"{PLACE}/count_tokens",
+        f"{PATH}/count_tokens",
         summary="Count the tokens of messages",
         response_model=MessageTokens,
         openapi_extra=takes(CountBody),
@@ -41,11 +41,11 @@ async def count_tokens(pools: ServedModels, data: bytes, call: RequestContext) -
     A prompt with images is made by an engine, which then counts their tokens."""
     body = await parsed(CountBody, data)
     pool = pools.pool(body.model)
-    asked = chat(body)
-    if (seen := asked.media_chat(pool.text)) is not None:
-        return {"input_tokens": len((await pool.media_prompt(call, asked, seen)).token_ids)}
-    (prompt,) = await pool.prompts(asked, call.tenant)
+    translated = chat(body)
+    if (seen := translated.media_chat(pool.text)) is not None:
+        return {"input_tokens": len((await pool.media_prompt(call, translated, seen)).token_ids)}
+    (prompt,) = await pool.prompts(translated, call.tenant)
     assert isinstance(prompt, str)
     bound = Bound(pool.max_model_len, "messages", truncated=True)
-    (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=asked.marks_texts())
+    (ids,) = await pool.encoder.encode([prompt], bound, add_special_tokens=translated.marks_texts())
     return {"input_tokens": len(ids)}

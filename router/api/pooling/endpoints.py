@@ -45,7 +45,7 @@ def _classifies(path: str) -> PoolingEndpoint:
     return PoolingEndpoint(path, "Label texts", ClassifyBody, classify, ClassifyAnswer)
 
 
-READINGS = (
+POOLING_ENDPOINTS = (
     PoolingEndpoint("/v1/embeddings", "Create embeddings", EmbeddingBody, embeddings, EmbeddingAnswer),
     *map(_scores, ("/v1/score", "/score")),
     *map(_ranks, ("/v1/rerank", "/v2/rerank", "/rerank")),

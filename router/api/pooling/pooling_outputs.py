@@ -22,7 +22,7 @@ from kvferry.router.request_context import request_names
 from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.text.encoding import Bound
 
-AT_ONCE = 64
+MAX_CONCURRENT = 64
 """Number of prompts of one request on the nodes at once, so that large requests do not block others."""
 
 
@@ -41,7 +41,7 @@ class WholeAnswer:
 class PoolingOutputs:
     """Pooling of one HTTP request's prompts.
 
-    `vectors` waits for a slot and runs the dispatches, AT_ONCE at a time. If one fails or the client leaves, all end.
+    `vectors` waits for a slot and runs MAX_CONCURRENT dispatches at a time. If one fails or the client leaves, all end.
     `route` is that of the first prompt, once its vector has arrived."""
 
     def __init__(
@@ -54,8 +54,8 @@ class PoolingOutputs:
     ) -> None:
         self.route: Route | None = None
         self._pool, self._admitted = pool, admitted
-        asked = zip(request_names(admitted.call, len(prompts)), prompts, works, strict=True)
-        self._specs = [pool.spec(admitted.call, *each, cache_salt) for each in asked]
+        requests = zip(request_names(admitted.call, len(prompts)), prompts, works, strict=True)
+        self._specs = [pool.spec(admitted.call, *each, cache_salt) for each in requests]
         self._found: list[array[float]] = [array("f")] * len(prompts)
         self._used = TokenUsage()
 
@@ -65,7 +65,7 @@ class PoolingOutputs:
         turn = await self._admitted.turn(self._pool.turns, size)
         self._specs = [replace(spec, newcomer=turn.newcomer) for spec in self._specs]
         open_specs = iter(enumerate(self._specs))
-        workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:AT_ONCE]]
+        workers = [asyncio.create_task(self._read(open_specs)) for _ in self._specs[:MAX_CONCURRENT]]
         try:
             await asyncio.gather(*workers)
         finally:

@@ -14,7 +14,7 @@ from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.shapes.logprobs import LogprobWriter
 from kvferry.router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
-from kvferry.router.api.sse import TextEvent, named
+from kvferry.router.api.sse import TextEvent, named_event
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Entry, Piece
 
@@ -33,27 +33,27 @@ class ResponseAnswer(Answer):
 
     def __init__(self, call: RequestContext, pool: ServedModel, chat: ResponsesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))
-        asked: ResponsesRequest = chat.asked
-        self._asked = asked
+        request: ResponsesRequest = chat.original
+        self._request = request
         self._model = pool.name
         self._parts = Parts()
-        self._tools = {tool.called: tool for tool in client_tools(asked.body.tools)}
-        self._top = asked.body.top_logprobs or 0
-        self._writer = LogprobWriter(pool.text.tokenizer) if asked.body.shows_logprobs else None
+        self._tools = {tool.called: tool for tool in client_tools(request.body.tools)}
+        self._top = request.body.top_logprobs or 0
+        self._writer = LogprobWriter(pool.text.tokenizer) if request.body.shows_logprobs else None
         self._number, self._after = 0, -1
         self._plain: tuple[Part, TextEvent] | None = None
 
     @property
     def id(self) -> str:
         """Return the response's id."""
-        return self._asked.id
+        return self._request.id
 
     def begin_after(self, number: int) -> None:
         self._after = number
 
     def begun(self) -> dict[str, Any]:
         """Return the response before it has any output."""
-        return self._asked.response(self._model, "in_progress", self._drawing())
+        return self._request.response(self._model, "in_progress", self._drawing())
 
     def opening(self) -> bytes:
         response = self.begun()
@@ -72,8 +72,8 @@ class ResponseAnswer(Answer):
 
     def failing(self, error: KvferryError) -> bytes:
         """Return the error, and the response so far."""
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        return self._event("error", **told) + self._event("response.failed", response=self.failed(error))
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        return self._event("error", **fields) + self._event("response.failed", response=self.failed(error))
 
     def failed(self, error: KvferryError) -> dict[str, Any]:
         """Return the failed response, with the items completed before the error."""
@@ -90,7 +90,7 @@ class ResponseAnswer(Answer):
 
     async def keep(self, response: dict[str, Any]) -> None:
         """Store the response's final state if it is to be stored; never raise."""
-        await self._asked.keep(response)
+        await self._request.keep(response)
 
     def body(self, status: str = "") -> dict[str, Any]:
         """Return the response so far; its status follows from the finish reason unless given."""
@@ -98,7 +98,7 @@ class ResponseAnswer(Answer):
         status = status or ("incomplete" if reason else "completed")
         last = len(self._parts.all) - 1
         return {
-            **self._asked.response(self._model, status, self._drawing()),
+            **self._request.response(self._model, status, self._drawing()),
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": reason} if reason else None,
             "output": [
@@ -142,15 +142,15 @@ class ResponseAnswer(Answer):
         at, done = self._at(part), f"{_DELTA[part.kind]}.done"
         if self._custom(part):
             text, kind = input_of(part.text), "response.custom_tool_call_input"
-            said = self._event(f"{kind}.delta", **at, delta=text) + self._event(f"{kind}.done", **at, input=text)
+            events = self._event(f"{kind}.delta", **at, delta=text) + self._event(f"{kind}.done", **at, input=text)
         elif part.kind == CALL:
-            said = self._event(done, **at, name=self._called(part)["name"], arguments=part.text)
+            events = self._event(done, **at, name=self._called(part)["name"], arguments=part.text)
         else:
             shown = {"logprobs": self._logprobs(part.entries)} if part.kind == TEXT else {}
-            said = self._event(done, **at, content_index=0, text=part.text, **shown)
-            said += self._event("response.content_part.done", **at, content_index=0, part=self._content(part))
+            events = self._event(done, **at, content_index=0, text=part.text, **shown)
+            events += self._event("response.content_part.done", **at, content_index=0, part=self._content(part))
         status = "incomplete" if self._parts.finish_reason in _INCOMPLETE else "completed"
-        return said + self._event("response.output_item.done", output_index=part.index, item=self._item(part, status))
+        return events + self._event("response.output_item.done", output_index=part.index, item=self._item(part, status))
 
     def _text(self, part: Part, text: str) -> bytes:
         """Return a delta of plain text, filled into a template, with its sequence number at the end."""
@@ -168,14 +168,14 @@ class ResponseAnswer(Answer):
         self._number += 1
         if self._number - 1 <= self._after:
             return b""
-        return named({"type": kind, **fields, "sequence_number": self._number - 1})
+        return named_event({"type": kind, **fields, "sequence_number": self._number - 1})
 
     def _at(self, part: Part) -> dict[str, Any]:
         return {"item_id": self._id(part), "output_index": part.index}
 
     def _id(self, part: Part) -> str:
         kind = "ctc" if self._custom(part) else _ID[part.kind]
-        return f"{kind}_{self._asked.name}_{part.index}"
+        return f"{kind}_{self._request.name}_{part.index}"
 
     def _custom(self, part: Part) -> bool:
         """Return whether the part calls a custom tool; its input is written when the call has ended."""

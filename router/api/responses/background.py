@@ -30,12 +30,12 @@ KIND = "response"
 """Kind of owned work."""
 ENDS_S = 5.0
 """Longest time another process may take to end one of its responses, in seconds."""
-LEFT_S = 2.0
+DRAIN_WRITE_S = 2.0
 """Longest time for a draining router to write what it generated before it gives a response up, in seconds."""
 
 log = logging.getLogger("kvferry.responses")
 
-GoOn = Callable[[str, str, bool], Awaitable[None]]
+Resume = Callable[[str, str, bool], Awaitable[None]]
 """Continues a response, given its tenant and id, and whether to compute what is not recorded."""
 
 
@@ -54,7 +54,7 @@ class BackgroundResponse(Answer):
 class Background:
     """Background responses of one router.
 
-    Their records have status in_progress until completed, incomplete, failed or cancelled. go_on: set by the
+    Their records have status in_progress until completed, incomplete, failed or cancelled. resume: set by the
     application; continues a response of another router."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Background:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._recorded: set[tuple[str, str]] = set()  # those that other routers can continue
         self._leaving = False
-        self.go_on: GoOn | None = None
+        self.resume: Resume | None = None
         ownership.take_over(KIND, self._claimed)
         ownership.on_drain(self._give_up)
 
@@ -77,28 +77,28 @@ class Background:
 
         The request keeps its admission and its place among those in progress, and waits for its slot. Raises
         InvalidRequest or RegistryUnavailable if the response could not be fetched later."""
-        asked, call = chat.asked, admitted.call
-        if not asked.body.background:
+        request, call = chat.original, admitted.call
+        if not request.body.background:
             return None
-        if not asked.kept:
+        if not request.kept:
             raise InvalidRequest("background: this server stores no responses", param="background")
         if journal is not None and not journal.is_own:
             if call.resume.streams:
                 return None
-            return BackgroundResponse(generation, (await self._responses.get(call.tenant, asked.id)).response)
+            return BackgroundResponse(generation, (await self._responses.get(call.tenant, request.id)).response)
         answer = ResponseAnswer(call, pool, chat, generation)
-        begun, place = answer.begun(), (call.tenant, asked.id)
+        begun, place = answer.begun(), (call.tenant, request.id)
         if journal is not None:
             journal.outputs.check(generation.prompts)
             generation.record(journal.outputs, lambda _: 0)
         if journal is None or not journal.is_resumed:
             await self._own(place, call.deadline - time.monotonic())
-            if not await self._responses.put(call.tenant, StoredResponse(begun, asked.items, asked.history)):
-                await self._disown(place)
+            if not await self._responses.put(call.tenant, StoredResponse(begun, request.items, request.history)):
+                await self._release(place)
                 raise RegistryUnavailable("background: the response cannot be stored now", param="background")
-        self._admission.go_on()
-        admitted.go_on()
-        task = asyncio.create_task(self._run(admitted, pool, answer, journal), name=asked.id)
+        self._admission.keep_counted()
+        admitted.keep_open()
+        task = asyncio.create_task(self._run(admitted, pool, answer, journal), name=request.id)
         self._running[place] = task
         if journal is not None:
             journal.keep_open()
@@ -124,9 +124,9 @@ class Background:
         place = tenant, response_id
         if place not in self._running:
             await self._peers.ask("drop", tenant, response_id, within_s=ENDS_S)
-        if place not in self._running and self.go_on is not None and self._ownership.is_shared:
+        if place not in self._running and self.resume is not None and self._ownership.is_shared:
             if await self._ownership.claim(KIND, _named(*place), ENDS_S, by_force=True):
-                await self._go_on(place, computes=False)
+                await self._resume(place, computes=False)
                 if (task := self._running.get(place)) is not None:
                     await asyncio.wait((task,))
             return
@@ -141,31 +141,31 @@ class Background:
 
     async def _claimed(self, name: str) -> None:
         tenant, _, response_id = name.rpartition("/")
-        await self._go_on((tenant, response_id), computes=True)
+        await self._resume((tenant, response_id), computes=True)
 
-    async def _go_on(self, place: tuple[str, str], *, computes: bool) -> None:
+    async def _resume(self, place: tuple[str, str], *, computes: bool) -> None:
         """Continue a response that this router now owns; raise KvferryError if it cannot do so yet."""
         try:
             is_over = (await self._responses.get(*place)).response["status"] != "in_progress"
         except NotFound:
             is_over = True
-        if is_over or self.go_on is None:
-            await self._disown(place)
+        if is_over or self.resume is None:
+            await self._release(place)
             return
         try:
-            await self.go_on(*place, computes)
+            await self.resume(*place, computes)
         except Retryable:
             raise
         except KvferryError as error:
             log.warning("%s cannot be continued: %s", place[1], error)
-            told = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-            await self._end(place, told if computes else {"status": "cancelled"})
+            fields = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+            await self._end(place, fields if computes else {"status": "cancelled"})
 
-    async def _end(self, place: tuple[str, str], told: dict[str, Any]) -> None:
+    async def _end(self, place: tuple[str, str], fields: dict[str, Any]) -> None:
         """Store the end of a response that cannot be continued, for example because its record was evicted."""
         kept = await self._responses.get(*place)
-        await self._responses.put(place[0], StoredResponse({**kept.response, **told}, kept.input, kept.history))
-        await self._disown(place)
+        await self._responses.put(place[0], StoredResponse({**kept.response, **fields}, kept.input, kept.history))
+        await self._release(place)
 
     async def _give_up(self) -> None:
         """Stop generating recorded responses and let other routers continue them, since this one drains."""
@@ -174,7 +174,7 @@ class Background:
         for task in leaving:
             task.cancel()
         if leaving:
-            await asyncio.wait(leaving, timeout=LEFT_S)
+            await asyncio.wait(leaving, timeout=DRAIN_WRITE_S)
 
     def _ended(self, place: tuple[str, str], admitted: AdmittedRequest, journal: JournaledRequest | None) -> None:
         del self._running[place]
@@ -207,7 +207,7 @@ class Background:
         again = self._leaving and place in self._recorded and isinstance(error, asyncio.CancelledError)
         again = again or (isinstance(error, Retryable) and journal is not None and journal.is_resumed)
         if journal is not None and again:
-            await journal.hand_over(LEFT_S)
+            await journal.hand_over(DRAIN_WRITE_S)
             with contextlib.suppress(RegistryUnavailable):
                 await self._ownership.release(KIND, _named(*place))
             return
@@ -215,7 +215,7 @@ class Background:
             await answer.keep(ended)
         if journal is not None:
             journal.close()
-        await self._disown(place)
+        await self._release(place)
 
     async def _generate(
         self, admitted: AdmittedRequest, pool: ServedModel, answer: ResponseAnswer, journal: JournaledRequest | None
@@ -241,7 +241,7 @@ class Background:
         except RegistryUnavailable:
             return True
 
-    async def _disown(self, place: tuple[str, str]) -> None:
+    async def _release(self, place: tuple[str, str]) -> None:
         with contextlib.suppress(RegistryUnavailable):
             await self._ownership.drop(KIND, _named(*place))
 

@@ -17,7 +17,7 @@ from kvferry.router.api.bodies.fields import (
     SamplingFields,
     TierFields,
     Top,
-    told,
+    fail_with,
 )
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.session_fields import SessionFields
@@ -50,7 +50,7 @@ class ReasoningField(BaseModel):
 class ResponsesBody(SamplingFields, TierFields, SessionFields, RequestBody):
     """Body of POST /v1/responses."""
 
-    input: Annotated[str | Objects, told(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""
+    input: Annotated[str | Objects, fail_with(f"must be a string or a list of at most {MAX_ITEMS} items")] = ""
     instructions: str | None = None
     previous_response_id: Name | None = None
     store: StrictBool | None = None
@@ -58,7 +58,7 @@ class ResponsesBody(SamplingFields, TierFields, SessionFields, RequestBody):
     stream: StrictBool | None = False
     text: TextField | None = None
     tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[str | dict[str, Any] | None, told("must be a string or an object")] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, fail_with("must be a string or an object")] = None
     parallel_tool_calls: StrictBool | None = None
     max_output_tokens: Count | None = None
     top_logprobs: Top | None = None

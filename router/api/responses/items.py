@@ -106,8 +106,8 @@ def _normal(item: Any, field: str, name: str) -> Item:
         case "message":
             return {**own, **_message(item, field), "status": "completed", "type": kind}
         case "function_call" | "custom_tool_call":
-            said = "arguments" if kind == "function_call" else "input"
-            parts = ("call_id", "name", said, *(("namespace",) if item.get("namespace") else ()))
+            value_key = "arguments" if kind == "function_call" else "input"
+            parts = ("call_id", "name", value_key, *(("namespace",) if item.get("namespace") else ()))
             return {**own, **{part: _string(item, part, field) for part in parts}, "status": "completed", "type": kind}
         case "function_call_output" | "custom_tool_call_output":
             output = item.get("output")

@@ -26,7 +26,7 @@ _DEFAULTS = MappingProxyType({
 
 
 class ResponsesChat(TranslatedChat):
-    """Chat translated from a Responses API request; `asked` is a ResponsesRequest."""
+    """Chat translated from a Responses API request; `original` is a ResponsesRequest."""
 
     prompt_field, bound_field = "input", "max_output_tokens"
     names: ClassVar[Mapping[str, str]] = MappingProxyType({
@@ -41,7 +41,7 @@ class ResponsesChat(TranslatedChat):
     @property
     def is_background(self) -> bool:
         """Return whether nobody waits for the response: it is generated in the background, or its tier is flex."""
-        return bool(self.asked.body.background) or super().is_background
+        return bool(self.original.body.background) or super().is_background
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.request_context import CALL
 
 _PLACE = "/v1/responses/{id}"
-_MOST_ITEMS = 100
+_MAX_ITEMS = 100
 
 
 def kept_responses(
@@ -35,11 +35,11 @@ def kept_responses(
     async def fetched(request: Request) -> Any:
         if request.query_params.get("stream") in ("true", "1"):
             return events_after(request, created)
-        return (await responses.get(*_asked_for(request))).response
+        return (await responses.get(*_tenant_and_id(request))).response
 
     @router.delete(_PLACE, summary="Delete a stored response", response_model=DeletedResponse, openapi_extra=_id())
     async def deleted(request: Request) -> dict[str, Any]:
-        tenant, name = _asked_for(request)
+        tenant, name = _tenant_and_id(request)
         await background.drop(tenant, name)
         await responses.delete(tenant, name)
         await journals.forget(tenant, name)
@@ -53,7 +53,7 @@ def kept_responses(
         openapi_extra=_id("after", "limit", "order"),
     )
     async def input_items(request: Request) -> dict[str, Any]:
-        kept = await responses.get(*_asked_for(request))
+        kept = await responses.get(*_tenant_and_id(request))
         return _listed(kept.input, dict(request.query_params))
 
     @router.post(
@@ -64,12 +64,12 @@ def kept_responses(
         openapi_extra=_id(),
     )
     async def cancelled(request: Request) -> dict[str, Any]:
-        return await background.cancel(*_asked_for(request))
+        return await background.cancel(*_tenant_and_id(request))
 
     return router
 
 
-def _asked_for(request: Request) -> tuple[str, str]:
+def _tenant_and_id(request: Request) -> tuple[str, str]:
     return request.scope[CALL].tenant, request.path_params["id"]
 
 
@@ -84,8 +84,8 @@ def _listed(items: list[dict[str, Any]], query: dict[str, str]) -> dict[str, Any
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= _MOST_ITEMS):
-        raise InvalidRequest(f"limit must be 1 to {_MOST_ITEMS}", param="limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_ITEMS):
+        raise InvalidRequest(f"limit must be 1 to {_MAX_ITEMS}", param="limit")
     rows = items if order == "asc" else items[::-1]
     if after is not None:
         places = [place for place, item in enumerate(rows) if item["id"] == after]

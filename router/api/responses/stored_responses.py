@@ -15,13 +15,13 @@ from kvferry.protocol.errors import InvalidRequest, KvferryError, NotFound, Regi
 from kvferry.router.api.responses.body import ResponsesBody
 from kvferry.router.api.responses.items import Item, normal, response_of
 from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
-from kvferry.router.api.responses.truncation import fitted
+from kvferry.router.api.responses.truncation import truncated_chat
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.request_context import RequestContext
 
 log = logging.getLogger("kvferry.responses")
 
-LONGEST = 16 * 2**20
+MAX_RECORD_BYTES = 16 * 2**20
 """Largest record, in bytes; reading one blocks the event loop for a few milliseconds per MiB."""
 _ID = re.compile(r"resp_[A-Za-z0-9._:-]{1,160}")
 
@@ -49,7 +49,7 @@ class StoredResponses:
     def __init__(self, store: ResponseStore | None) -> None:
         self._store = store
 
-    async def asked(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
+    async def translate(self, call: RequestContext, body: ResponsesBody, pools: ServedModels) -> ResponsesChat:
         """Translate a request into a chat, including the conversation that it continues.
 
         Raises KvferryError: NotFound if the earlier response is not stored."""
@@ -63,8 +63,8 @@ class StoredResponses:
             history, earlier = previous.conversation(), previous.size
         items, referred = await self._resolved(call.tenant, normal(body.input, name))
         keep = partial(self._keep, call.tenant, items, history)
-        asked = ResponsesRequest(name, body, items, history, keep, kept, call.identity.created)
-        chat = await fitted(asked, pool, call.tenant) if body.truncation == "auto" else asked.chat()
+        request = ResponsesRequest(name, body, items, history, keep, kept, call.identity.created)
+        chat = await truncated_chat(request, pool, call.tenant) if body.truncation == "auto" else request.chat()
         chat.earlier = earlier + referred
         return chat
 
@@ -94,7 +94,7 @@ class StoredResponses:
         name = kept.response["id"]
         try:
             record = to_json({"response": kept.response, "input": kept.input, "history": kept.history})
-            if len(record) <= LONGEST and await self._store.put(tenant, name, record):
+            if len(record) <= MAX_RECORD_BYTES and await self._store.put(tenant, name, record):
                 return True
             log.warning("%s is not stored: its %d bytes exceed the limit", name, len(record))
         except KvferryError as error:
@@ -136,9 +136,9 @@ class StoredResponses:
             if name not in found:
                 found[name] = await self.get(tenant, name, param=f"{field}.id")
                 size += found[name].size
-            if size > LONGEST:
-                told = f"{field}: the responses of the referenced items have more than {LONGEST} bytes in total"
-                raise InvalidRequest(told, param=field)
+            if size > MAX_RECORD_BYTES:
+                message = f"{field}: the referenced items' responses have more than {MAX_RECORD_BYTES} bytes in total"
+                raise InvalidRequest(message, param=field)
             there = found[name].input if is_input else found[name].response["output"]
             if number >= len(there) or there[number]["id"] != item["id"]:
                 raise missing

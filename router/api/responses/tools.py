@@ -49,11 +49,11 @@ def client_tools(given: Sequence[Mapping[str, Any]] | None) -> list[ClientTool]:
     for place, tool in enumerate(given or ()):
         for each in _inside(tool, f"tools[{place}]"):
             if each.namespace and _NAME.fullmatch(each.called) is None:
-                told = f"must, with its namespace ({each.called!r}), be at most 64 letters, digits, '_' and '-'"
-                raise InvalidRequest(f"{each.place}.name {told}", param=f"{each.place}.name")
+                problem = f"must, with its namespace ({each.called!r}), be at most 64 letters, digits, '_' and '-'"
+                raise InvalidRequest(f"{each.place}.name {problem}", param=f"{each.place}.name")
             if (earlier := found.setdefault(each.called, each)) is not each:
-                told = f"{each.called!r} is used by {earlier.place}"
-                raise InvalidRequest(f"{each.place}.name: {told}", param=f"{each.place}.name")
+                problem = f"{each.called!r} is used by {earlier.place}"
+                raise InvalidRequest(f"{each.place}.name: {problem}", param=f"{each.place}.name")
     return list(found.values())
 
 
@@ -116,16 +116,16 @@ def _named(tool: Mapping[str, Any], place: str) -> str:
 def _custom(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the function of a custom tool: a regular expression becomes the string's pattern."""
     schema: dict[str, Any] = {"type": "string"}
-    told = [tool["description"]] if isinstance(tool.get("description"), str) else []
+    lines = [tool["description"]] if isinstance(tool.get("description"), str) else []
     match tool.get("format"):
         case None | {"type": "text"}:
             pass
         case {"type": "grammar", "syntax": "regex", "definition": str(definition)}:
             schema["pattern"] = f"^(?:{definition})$"
         case {"type": "grammar", "syntax": "lark", "definition": str(definition)}:
-            told.append(f"The {INPUT} is plain text of this Lark grammar:\n{definition}")
+            lines.append(f"The {INPUT} is plain text of this Lark grammar:\n{definition}")
         case _:
             known = "text, or grammar with syntax lark or regex and a definition"
             raise InvalidRequest(f"{place}.format must be of type {known}", param=f"{place}.format")
     parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False}
-    return {"description": "\n".join(told) or None, "parameters": parameters}
+    return {"description": "\n".join(lines) or None, "parameters": parameters}

@@ -9,27 +9,27 @@ from kvferry.router.api.served_models import ServedModel
 from kvferry.router.text.encoding import Bound
 
 
-async def fitted(asked: ResponsesRequest, pool: ServedModel, tenant: str) -> ResponsesChat:
+async def truncated_chat(request: ResponsesRequest, pool: ServedModel, tenant: str) -> ResponsesChat:
     """Return the chat without the fewest oldest turns such that the requested output fits, or at least one token.
 
     System and developer messages and the last turn always stay."""
-    whole = [*asked.history, *asked.items]
+    whole = [*request.history, *request.items]
     starts = [place for place, item in enumerate(whole) if item["type"] == "message" and item["role"] == "user"]
     cuts = [0, *(place for place in starts if place)]
-    room = pool.max_model_len - max(asked.body.max_output_tokens or 1, 1)
+    room = pool.max_model_len - max(request.body.max_output_tokens or 1, 1)
     low, high = 0, len(cuts) - 1
     while low < high:
         middle = (low + high) // 2
-        if await _fits(asked.chat(_from(whole, cuts[middle])), pool, room, tenant):
+        if await _fits(request.chat(_from(whole, cuts[middle])), pool, room, tenant):
             high = middle
         else:
             low = middle + 1
-    return asked.chat(_from(whole, cuts[low]))
+    return request.chat(_from(whole, cuts[low]))
 
 
 def _from(items: list[Item], cut: int) -> list[Item]:
-    said = [item for item in items[:cut] if item["type"] == "message" and item["role"] in ("system", "developer")]
-    return [*said, *items[cut:]]
+    roles = ("system", "developer")
+    return [*(item for item in items[:cut] if item["type"] == "message" and item["role"] in roles), *items[cut:]]
 
 
 async def _fits(chat: ResponsesChat, pool: ServedModel, room: int, tenant: str) -> bool:

@@ -59,7 +59,7 @@ class ChunkAnswer(Answer):
             return self._first(choice, piece)
         if self.is_text and piece.finish_reason is None and not (piece.entries or piece.calls or piece.reasoning):
             return (self._plain[choice.index] or self._template(choice)).fill(piece.text) if piece.text else b""
-        return self._event(choice, piece) if self._tells(piece) else b""
+        return self._event(choice, piece) if self._has_content(piece) else b""
 
     def write_text(self, text: bytes) -> bool:
         assert self.held
@@ -92,7 +92,7 @@ class ChunkAnswer(Answer):
         self._plain[choice.index] = None
         opening = self._shape.opening(choice)
         head = b"" if opening is None else event(self._with_usage({**self._chunk(), **opening}))
-        if self._shape.begins_with_prompt() or self._tells(piece):
+        if self._shape.begins_with_prompt() or self._has_content(piece):
             return head + self._event(choice, piece, first=True)
         return head
 
@@ -101,9 +101,9 @@ class ChunkAnswer(Answer):
         made = self._plain[choice.index] = TextEvent(self._with_usage({**self._chunk(), "choices": [slot]}))
         return made
 
-    def _tells(self, piece: Piece) -> bool:
-        told = piece.text or piece.finish_reason or piece.entries or piece.calls or piece.reasoning
-        return bool(told or (self._ids and piece.token_ids))
+    def _has_content(self, piece: Piece) -> bool:
+        shown = piece.text or piece.finish_reason or piece.entries or piece.calls or piece.reasoning
+        return bool(shown or (self._ids and piece.token_ids))
 
     def _event(self, choice: Choice, piece: Piece, *, first: bool = False) -> bytes:
         shown = self._shape.piece_choice(choice, piece, first=first)

@@ -191,8 +191,8 @@ def has_channels(calls: Dialect | None, thoughts: Thinking | None) -> bool:
 @cache
 def marks_of(calls: Dialect | None, thoughts: Thinking | None) -> tuple[str, ...]:
     """Return the texts of a model's calls and reasoning, in which parsers must see special tokens."""
-    told = () if thoughts is None else (*thoughts.begins, *thoughts.ends)
-    return (*told, *(() if calls is None else calls.marks))
+    thought_marks = () if thoughts is None else (*thoughts.begins, *thoughts.ends)
+    return (*thought_marks, *(() if calls is None else calls.marks))
 
 
 def check_names(tool_call_parser: str, reasoning_parser: str, *, knows_tools: bool) -> None:

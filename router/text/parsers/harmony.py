@@ -14,7 +14,7 @@ from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.text.detokenizer import detokenizer
 from kvferry.router.text.parsers.json_call import ValueEnd, is_object
 from kvferry.router.text.parsers.parsed_output import new_id
-from kvferry.router.text.transcript import CallDelta, Found
+from kvferry.router.text.transcript import CallDelta, Parsed
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 MARKS = {marker: chr(0xD800 + place) for place, marker in enumerate(MARKERS)}
@@ -26,7 +26,7 @@ ANALYSIS, COMMENTARY, FINAL = CHANNELS = ("analysis", "commentary", "final")
 FUNCTIONS = "functions."
 ROLE = "assistant"
 _ROLES = (ROLE, "user", "system", "developer", "tool")
-LONGEST = 160
+MAX_HEAD_CHARS = 160
 """Longest head of a message, in characters; a longer one is text."""
 
 _MARK = re.compile(f"([{START}-{RETURN}])")
@@ -76,9 +76,9 @@ class HarmonyParser:
         """Text to insert before the next text of the message."""
         self._first = True
         """True until the first marker: the beginning of a head may then be the whole text."""
-        self._told: set[str] = set()
+        self._shown_kinds: set[str] = set()
         self._calls = 0
-        self._found: list[Found] = []
+        self._found: list[Parsed] = []
         self.feed(lead)
         self._first = True
 
@@ -86,22 +86,22 @@ class HarmonyParser:
     def thinks(self) -> bool:
         return self._head is None and self._kind == "reasoning"
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         """Do nothing: calls have no marker of their own here."""
 
-    def feed(self, text: str) -> list[Found]:
+    def feed(self, text: str) -> list[Parsed]:
         for part in _MARK.split(text):
             if _MARK.fullmatch(part):
                 self._mark(part)
                 self._first = False
             elif self._head is None:
-                self._say(part)
+                self._emit_text(part)
             else:
                 self._read_head(part)
         found, self._found = self._found, []
         return found
 
-    def finish(self, *, is_whole: bool = False) -> list[Found]:
+    def finish(self, *, is_whole: bool = False) -> list[Parsed]:
         self._end()
         return self.feed("")
 
@@ -124,9 +124,9 @@ class HarmonyParser:
             found = _head(self._head)
             rest = self._head[found.end() :]
             words = _WORDS if found["role"] or not found["start"] else (*_WORDS, *_ROLES)
-            if len(self._head) > LONGEST or not any(word.startswith(rest) for word in words):
+            if len(self._head) > MAX_HEAD_CHARS or not any(word.startswith(rest) for word in words):
                 self._spill()
-                self._say(text[place + 1 :])
+                self._emit_text(text[place + 1 :])
                 return
 
     def _end(self) -> None:
@@ -142,7 +142,7 @@ class HarmonyParser:
         """Show an invalid head as text, without the part that was a valid head."""
         head, self._head = self._head or "", None
         self._open(head if CHANNEL in head else "")
-        self._say(_MARK.sub("", head[_head_end(head) :]))
+        self._emit_text(_MARK.sub("", head[_head_end(head) :]))
 
     def _open(self, head: str) -> None:
         found = _head(head)
@@ -155,17 +155,17 @@ class HarmonyParser:
                 self._call(name=to)
             return
         self._kind = "reasoning" if found["name"] == ANALYSIS and self._splits else "text"
-        self._between = "\n" if self._kind in self._told else ""
+        self._between = "\n" if self._kind in self._shown_kinds else ""
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if self._kind == "call":
-            self._argue(text)
+            self._add_arguments(text)
         elif text:
-            self._told.add(self._kind)
-            said, self._between = self._between + text, ""
-            self._found.append(Found(said) if self._kind == "text" else Found(reasoning=said))
+            self._shown_kinds.add(self._kind)
+            shown, self._between = self._between + text, ""
+            self._found.append(Parsed(shown) if self._kind == "text" else Parsed(reasoning=shown))
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         """Add to a call's arguments; text after their end is ordinary text."""
         text = text if self._value else text.lstrip()
         end = self._value_end.feed(text, 0)
@@ -174,8 +174,8 @@ class HarmonyParser:
             self._call(arguments=text[:end])
         if self._value_end.done and text[end:].strip():
             self._close()
-            self._kind, self._between = "text", "\n" if "text" in self._told else ""
-            self._say(text[end:].lstrip())
+            self._kind, self._between = "text", "\n" if "text" in self._shown_kinds else ""
+            self._emit_text(text[end:].lstrip())
 
     def _close(self) -> None:
         if self._kind != "call":
@@ -189,11 +189,11 @@ class HarmonyParser:
             self._call(name=self._name, arguments=value if value.strip() else "{}")
             self._calls += 1
         else:
-            self._between = "\n" if "text" in self._told else ""
-            self._say(value)
+            self._between = "\n" if "text" in self._shown_kinds else ""
+            self._emit_text(value)
 
     def _call(self, *, name: str = "", arguments: str = "") -> None:
-        self._found.append(Found(calls=(CallDelta(self._calls, new_id() if name else "", name, arguments),)))
+        self._found.append(Parsed(calls=(CallDelta(self._calls, new_id() if name else "", name, arguments),)))
 
 
 def _head(text: str) -> re.Match[str]:

@@ -32,31 +32,31 @@ def grammar(
     """
     rules = Rules(spell)
     free = rules.any()
-    mused = free if budget is None else rules.at_most(budget)
-    said = free if answer is None else rules.rule(answer)
+    thinking = free if budget is None else rules.at_most(budget)
+    final_text = free if answer is None else rules.rule(answer)
     on = rules.rule(f"{spell(_END)} {spell(_START)} {lark.text(ROLE)}")
-    thought = rules.rule(f"{_head(spell, ANALYSIS)} {mused} {on}")
+    thought = rules.rule(f"{_head(spell, ANALYSIS)} {thinking} {on}")
     before = [] if forced or answer is not None else [rules.rule(f"{_head(spell, COMMENTARY)} {free} {on}")]
     calls = rules.rule(either([_call(rules, tool) for tool in tools])) if tools else ""
     if tools and parallel:
         between = f"{thought}*" if budget is None else ""
         calls = f"{calls} ({on} {between} {calls})*"
-    final = f"{_head(spell, FINAL, constrained=answer is not None)} {said}"
+    final = f"{_head(spell, FINAL, constrained=answer is not None)} {final_text}"
     first = f"{either([thought, *before])}*"
     if budget is not None:
         first = " ".join([f"{thought}?", *(f"{each}*" for each in before)])
     row = f"{first} {calls if forced else either([final, calls]) if calls else final}"
-    return "\n".join([f"start: {_after(lead, row, mused, said, on, forced=forced)}", *rules.lines])
+    return "\n".join([f"start: {_after(lead, row, thinking, final_text, on, forced=forced)}", *rules.lines])
 
 
-def _after(lead: str, row: str, mused: str, said: str, on: str, *, forced: bool) -> str:
+def _after(lead: str, row: str, thinking: str, final_text: str, on: str, *, forced: bool) -> str:
     """Return the start rule, which continues the prompt's message if that is past its head."""
     head, _, body = lead.partition(MESSAGE)
     if END in body or MESSAGE not in lead:
         return row
     if forced or ANALYSIS in head:
-        return f"{mused} {on} {row}"
-    return f"{said} ({on} {row})?"
+        return f"{thinking} {on} {row}"
+    return f"{final_text} ({on} {row})?"
 
 
 def _head(spell: Spell, channel: str, *, constrained: bool = False) -> str:

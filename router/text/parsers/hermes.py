@@ -26,8 +26,8 @@ class ObjectParser(CallParser):
     def _read_object(self) -> bool:
         """Read more of the object.
 
-        `_object` is None after its end, and `_leave` was called if it was malformed. Returns whether anything was read.
-        """
+        Afterwards `_object` is None if it ended, and `_end_call` was called if it was malformed. Returns whether
+        anything was read."""
         call = self._object
         assert call is not None
         end = call.feed(self._held)
@@ -40,8 +40,8 @@ class ObjectParser(CallParser):
             self._call(self._index, arguments=call.take())
         if broken or (self._ended and not call.done):
             if self._index < 0:
-                self._say(self._marker + "".join(call.raw))
-            self._leave()
+                self._emit_text(self._marker + "".join(call.raw))
+            self._end_call()
         elif call.done:
             self._object, self._marker = None, ""
         else:
@@ -64,7 +64,7 @@ class HermesParser(ObjectParser):
             if not self._ended:
                 return False
             self._held = ""
-        self._leave()
+        self._end_call()
         return True
 
 
@@ -80,5 +80,5 @@ class LedHermesParser(HermesParser):
         if marker == BEGIN:
             super()._opened(marker)
         else:  # The grammar does not bound the reply.
-            self._lead = self._governed = ""
-            self._leave()
+            self._lead = self._grammar_marker = ""
+            self._end_call()

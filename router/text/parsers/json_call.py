@@ -30,7 +30,7 @@ class ValueEnd:
             elif self._depth:
                 at = self._in_brackets(text, at)
             else:
-                at = self._bare(text, at)
+                at = self._read_scalar(text, at)
         return at
 
     def _in_string(self, text: str, at: int) -> int:
@@ -55,7 +55,7 @@ class ValueEnd:
             at += 1
         return at
 
-    def _bare(self, text: str, at: int) -> int:
+    def _read_scalar(self, text: str, at: int) -> int:
         """Read the first character, or more of a number or word, up to a character that ends it."""
         if not self._begun and text[at] in '"{[':
             self._begun = True

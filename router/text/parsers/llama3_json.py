@@ -30,7 +30,7 @@ class Llama3JsonParser(ObjectParser):
             self._held = rest
             self._begin_object(between)
         elif rest or self._ended:
-            self._leave()
+            self._end_call()
         else:
             return False
         return True

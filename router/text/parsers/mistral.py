@@ -48,8 +48,8 @@ class MistralParser(ObjectParser):
             return True
         if head is None and _BEGUN.fullmatch(self._held) and not self._ended:
             return False
-        self._say(self._marker)
-        self._leave()
+        self._emit_text(self._marker)
+        self._end_call()
         return True
 
     def _read_arguments(self) -> bool:
@@ -60,14 +60,14 @@ class MistralParser(ObjectParser):
         if self._patient:
             fresh = self._value if ended else ""
         if self._patient and (not is_object(self._value) if self._end.done else self._whole):
-            self._say(self._marker + self._value)
+            self._emit_text(self._marker + self._value)
         elif fresh:
             if self._index < 0:
                 self._index = self._new_call()
                 self._call(self._index, name=self._name)
             self._call(self._index, arguments=fresh)
         if ended:
-            self._leave()
+            self._end_call()
         return ended
 
     def _read_between(self) -> bool:
@@ -81,5 +81,5 @@ class MistralParser(ObjectParser):
         if not rest and not self._ended:
             return False
         self._held = rest.removeprefix("]") if rest else self._held
-        self._leave()
+        self._end_call()
         return True

@@ -8,7 +8,7 @@ import string
 from collections.abc import Collection
 from typing import Protocol
 
-from kvferry.router.text.transcript import CallDelta, Found
+from kvferry.router.text.transcript import CallDelta, Parsed
 
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -60,8 +60,8 @@ class CallParser:
     as text if malformed. Otherwise its arguments are shown as they arrive, and text after them is ordinary text.
     `thoughts`: marks with which reasoning begins.
 
-    Families use `_held` (unread text), `_say` and `_call` (results), and `_leave` (return to text). `_read_call` is
-    called while a call is open and returns whether it made progress; False means that it needs more text."""
+    Families use `_held` (unread text), `_emit_text` and `_call` (results), and `_end_call` (return to text).
+    `_read_call` is called while a call is open and returns whether it made progress; False: it needs more text."""
 
     opens: tuple[str, ...] = ()
     opens_first: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class CallParser:
     def __init__(self, names: Collection[str], *, patient: bool = False, thoughts: tuple[str, ...] = ()) -> None:
         self._names = frozenset(names)
         self._patient, self._thoughts = patient, thoughts
-        self._governed = ""
+        self._grammar_marker = ""
         self.paused = False
         self._held = ""
         self._ended = self._whole = False
@@ -90,9 +90,9 @@ class CallParser:
         """Return whether reasoning may follow a call that has begun."""
         return bool(self._thoughts) and (self._inside or self._count > 0)
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         """Take note that a grammar bounds the output behind the next such marker, so that no call is malformed."""
-        self._governed = marker
+        self._grammar_marker = marker
 
     def resume(self) -> str:
         """Return the unread text, which begins with reasoning; go on with the text behind the reasoning."""
@@ -100,20 +100,20 @@ class CallParser:
         self.paused, self._first = False, True
         return rest
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> Parsed:
         """Parse more text and return what was found."""
         self._held += text
         while not self.paused and (self._read_call() if self._inside else self._read_text()):
             pass
         return self._found()
 
-    def finish(self, *, is_whole: bool = False) -> Found:
+    def finish(self, *, is_whole: bool = False) -> Parsed:
         """End the text and return the rest. is_whole: the model itself ended it, so that an open call is malformed."""
         self._ended, self._whole = True, is_whole
         found = self.feed("")
         if self.paused or not self._held or (self._count and not self._held.strip()):
             return found
-        return Found(found.text + self._held, calls=found.calls)
+        return Parsed(found.text + self._held, calls=found.calls)
 
     def _opened(self, marker: str) -> None:
         """Begin a possible call after its marker was read."""
@@ -122,7 +122,7 @@ class CallParser:
     def _read_call(self) -> bool:
         raise NotImplementedError
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         self._text.append(self._lead + text)
         self._lead = ""
         self._blank = self._first = False
@@ -143,7 +143,7 @@ class CallParser:
         """Return whether a call becomes text if none of it was shown."""
         return self._patient and (not call.valid if call.done else self._whole)
 
-    def _leave(self) -> None:
+    def _end_call(self) -> None:
         """Return to text; blanks after a call are shown only if text follows."""
         self._inside, self._blank = False, self._count > 0
 
@@ -156,9 +156,9 @@ class CallParser:
                 return False
         at, marker = self._next_marker(start)
         if marker:
-            self._patient = self._patient and marker != self._governed
+            self._patient = self._patient and marker != self._grammar_marker
             if at > start:
-                self._say(self._held[:at])
+                self._emit_text(self._held[:at])
             else:
                 self._lead = self._held[:at]
             self._held = self._held[at + len(marker) :]
@@ -167,7 +167,7 @@ class CallParser:
             return True
         cut = len(self._held) if self._ended else held_from(self._held, markers)
         if cut > start:
-            self._say(self._held[:cut])
+            self._emit_text(self._held[:cut])
             self._held = self._held[cut:]
         return False
 
@@ -178,7 +178,7 @@ class CallParser:
             found += [(start, marker) for marker in self.opens_first if self._held.startswith(marker, start)]
         return min(found, default=(0, ""), key=lambda pair: pair[0])
 
-    def _found(self) -> Found:
-        found = Found("".join(self._text), calls=tuple(self._calls.values()))
+    def _found(self) -> Parsed:
+        found = Parsed("".join(self._text), calls=tuple(self._calls.values()))
         self._text, self._calls = [], {}
         return found

@@ -59,8 +59,8 @@ class PythonicParser(CallParser):
         return True
 
     def _refuse(self) -> bool:
-        self._say(self._marker + self._source)
-        self._leave()
+        self._emit_text(self._marker + self._source)
+        self._end_call()
         return True
 
     def _read_list(self) -> bool:
@@ -86,7 +86,7 @@ class PythonicParser(CallParser):
         if END.startswith(tail) and tail != END and not self._ended:
             return False
         self._held = tail.removeprefix(END) if tail or not self._ended else tail
-        self._leave()
+        self._end_call()
         return True
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.reasoning import ReasoningParser
-from kvferry.router.text.transcript import Found
+from kvferry.router.text.transcript import Parsed
 
 
 class Reader(Protocol):
@@ -21,13 +21,13 @@ class Reader(Protocol):
     def may_think(self) -> bool:
         """Return whether the next text is or may be reasoning."""
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         """Take note that a grammar bounds the output behind the next such marker; see CallParser.govern."""
 
-    def feed(self, text: str) -> list[Found]:
+    def feed(self, text: str) -> list[Parsed]:
         """Parse more text and return the parts found."""
 
-    def finish(self, *, is_whole: bool = False) -> list[Found]:
+    def finish(self, *, is_whole: bool = False) -> list[Parsed]:
         """End the text and return the remaining parts. See CallParser.finish."""
 
 
@@ -48,27 +48,27 @@ class Turn:
         may_follow = self._calls is not None and self._calls.may_pause
         return may_follow or (self._thought is not None and self._thought.open)
 
-    def govern(self, marker: str) -> None:
+    def expect_grammar(self, marker: str) -> None:
         if self._calls is not None:
-            self._calls.govern(marker)
+            self._calls.expect_grammar(marker)
 
-    def feed(self, text: str) -> list[Found]:
-        found, reasoning = list[Found](), ""
+    def feed(self, text: str) -> list[Parsed]:
+        found, reasoning = list[Parsed](), ""
         while True:
             if self._thought is not None:
                 before = self._thought.feed(text)
                 text, reasoning = before.text, before.reasoning
             if self._calls is None:
-                return [Found(text, reasoning)]
+                return [Parsed(text, reasoning)]
             found.append(replace(self._calls.feed(text), reasoning=reasoning))
             if not self._calls.paused:
                 return found
-            text = self._think_again()
+            text = self._restart_reasoning()
 
-    def finish(self, *, is_whole: bool = False) -> list[Found]:
-        found = list[Found]()
+    def finish(self, *, is_whole: bool = False) -> list[Parsed]:
+        found = list[Parsed]()
         while True:
-            before = Found() if self._thought is None else self._thought.finish()
+            before = Parsed() if self._thought is None else self._thought.finish()
             if self._calls is None:
                 return [before]
             found.append(replace(self._calls.feed(before.text), reasoning=before.reasoning))
@@ -76,9 +76,9 @@ class Turn:
                 found.append(self._calls.finish(is_whole=is_whole))
             if not self._calls.paused:
                 return found
-            found += self.feed(self._think_again())
+            found += self.feed(self._restart_reasoning())
 
-    def _think_again(self) -> str:
+    def _restart_reasoning(self) -> str:
         """Begin another reasoning; return the text that begins with it."""
         assert self._thought is not None
         assert self._calls is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.router.text.parsers.parsed_output import held_from
-from kvferry.router.text.transcript import Found
+from kvferry.router.text.transcript import Parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ReasoningParser:
         self._thinking = thinking
         self._state = "inside" if opened else "before"
         self._held = ""
-        self._told = False
+        self._has_shown = False
         """True once some reasoning was shown."""
 
     def again(self) -> ReasoningParser:
@@ -50,28 +50,28 @@ class ReasoningParser:
         """Return whether the next text is or may be reasoning."""
         return self._state in ("before", "inside")
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> Parsed:
         """Parse more text and return the reasoning and text found."""
         if self._state == "after":
-            return Found(text)
+            return Parsed(text)
         self._held += text
         reasoning = ""
         if self._state == "before":
-            self._look_for_beginning()
+            self._find_beginning()
         if self._state == "inside":
             reasoning = self._inside()
         if self._state == "gap" and self._held.lstrip():
             self._held, self._state = self._held.lstrip(), "after"
-        return Found(self._rest() if self._state == "after" else "", reasoning)
+        return Parsed(self._rest() if self._state == "after" else "", reasoning)
 
-    def finish(self) -> Found:
+    def finish(self) -> Parsed:
         """End the text; text held back within reasoning is reasoning."""
         inside, gap = self._state == "inside", self._state == "gap"
         self._state = "after"
         held = self._rest()
-        return Found(reasoning=held.rstrip()) if inside else Found("" if gap else held)
+        return Parsed(reasoning=held.rstrip()) if inside else Parsed("" if gap else held)
 
-    def _look_for_beginning(self) -> None:
+    def _find_beginning(self) -> None:
         rest = self._held.lstrip()
         for mark in self._thinking.begins:
             if rest.startswith(mark):
@@ -82,7 +82,7 @@ class ReasoningParser:
 
     def _inside(self) -> str:
         """Return the reasoning that can be shown, without a repeated mark at its beginning."""
-        if not self._told:
+        if not self._has_shown:
             self._held = self._held.lstrip()
             for mark in self._thinking.begins:
                 while self._held.startswith(mark):
@@ -96,7 +96,7 @@ class ReasoningParser:
         else:
             cut = len(self._held[: held_from(self._held, self._thinking.ends)].rstrip())
             shown, self._held = self._held[:cut], self._held[cut:]
-        self._told = self._told or bool(shown)
+        self._has_shown = self._has_shown or bool(shown)
         return shown
 
     def _rest(self) -> str:

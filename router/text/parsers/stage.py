@@ -12,9 +12,9 @@ from kvferry.router.text.parsers import harmony
 from kvferry.router.text.parsers.parsed_output import CallParser, derived_id
 from kvferry.router.text.parsers.reader import Reader, Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
-from kvferry.router.text.transcript import CallDelta, Found, Piece, Transcript
+from kvferry.router.text.transcript import CallDelta, Parsed, Piece, Transcript
 
-TAIL = 16
+TAIL_TOKENS = 16
 """Number of tokens at a prompt's end that are searched for a reasoning mark."""
 
 
@@ -62,14 +62,14 @@ class Parsing:
         marks = () if self.thinking is None else self.thinking.begins
         parser = calls.parser(calls.names, patient=calls.patient, thoughts=marks)
         if calls.marker_id is None:
-            parser.govern(calls.marker)
+            parser.expect_grammar(calls.marker)
         return Turn(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
         """Return whether the output of this prompt begins within reasoning."""
         if self.thinking is None:
             return False
-        return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+        return self.thinking.opened_by(tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False))
 
 
 PLAIN = Parsing()
@@ -109,7 +109,7 @@ class Stage:
         reader, calls = self._reader, self._calls
         thinks = reader.thinks
         if calls is not None and self._is_marked(piece.token_ids):
-            reader.govern(calls.marker)
+            reader.expect_grammar(calls.marker)
         found = reader.feed(piece.text)
         if thinks or reader.thinks or any(each.reasoning for each in found):
             self.reasoning_tokens += len(piece.token_ids)
@@ -120,7 +120,7 @@ class Stage:
         if self._name:
             found = [replace(each, calls=tuple(map(self._identified, each.calls))) if each.calls else each
                      for each in found]  # fmt: skip
-        _tell(piece, found)
+        _store(piece, found)
         self._called = self._called or bool(piece.calls)
         if piece.closed and self._called:  # Clients that act on calls must know that the output was cut short.
             piece.finish_reason, piece.stop_reason = "length", None
@@ -136,7 +136,7 @@ class Stage:
         return replace(call, id=derived_id(call.id, self._name, call.index)) if call.id else call
 
 
-def _tell(piece: Piece, found: Sequence[Found]) -> None:
+def _store(piece: Piece, found: Sequence[Parsed]) -> None:
     """Store the parsed parts in the piece."""
     piece.text = "".join(each.text for each in found)
     piece.reasoning = "".join(each.reasoning for each in found)
@@ -177,5 +177,5 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
         prompt_logprobs=first.prompt_logprobs,
         closed=last.closed,
     )
-    _tell(joined, [found for piece in pieces for found in piece.row])
+    _store(joined, [found for piece in pieces for found in piece.row])
     return joined

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from kvferry.protocol.errors import NoNodes
 from kvferry.router.api import keep_alive
-from kvferry.router.api.keep_alive import KEEP_ALIVE_S, LOOK_S, KeepAlive
+from kvferry.router.api.keep_alive import CHECK_S, KEEP_ALIVE_S, KeepAlive
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.sse import COMMENT, DONE
 from tests.api_parts import FakeCluster, says
@@ -31,7 +31,7 @@ async def commented(exchange: Exchange) -> None:
     """Wait for a comment, which must come before any event."""
     sent = time.monotonic()
     await until(lambda: exchange.comments)
-    assert exchange.comments[0] - sent < KEEP_ALIVE_S + 4 * LOOK_S
+    assert exchange.comments[0] - sent < KEEP_ALIVE_S + 4 * CHECK_S
     assert exchange.status == 200
     assert exchange.headers["content-type"].startswith("text/event-stream")
     assert not exchange.events
@@ -116,7 +116,7 @@ class Wire:
 
 async def test_a_client_that_does_not_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 0.01)
-    monkeypatch.setattr(keep_alive, "LOOK_S", 0.01)
+    monkeypatch.setattr(keep_alive, "CHECK_S", 0.01)
     wire, alive = Wire(), KeepAlive()
     responder = Responder(wire.send, "/")
     with alive.kept(responder):
@@ -144,7 +144,7 @@ async def test_one_timer_serves_all_streams_and_ends_with_them() -> None:
     first, second, third = (alive.kept(Responder(wire.send, "/")) for wire in wires)
     with first, second, third:
         assert len([each for each in loop._scheduled if not each.cancelled()]) == before + 1  # type: ignore[attr-defined]
-        await asyncio.sleep(KEEP_ALIVE_S + 2 * LOOK_S)
+        await asyncio.sleep(KEEP_ALIVE_S + 2 * CHECK_S)
         assert all(len(wire.sent) == 2 for wire in wires), "a head and a comment each"
-    await asyncio.sleep(2 * LOOK_S)
+    await asyncio.sleep(2 * CHECK_S)
     assert len([each for each in loop._scheduled if not each.cancelled()]) == before  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ async def test_plain_text_is_written_without_pieces_and_counts_like_them() -> No
     dispatch.listener(Output(tuple(ids[2:])))
     assert (written, heard) == ([b" a quiet", b" house"], [" house"])
     assert text.completion_tokens == 1 + len(ids)
-    assert sum(whole.metrics.itl.counts) == choice.paced == len(ids)
+    assert sum(whole.metrics.itl.counts) == choice.timed_tokens == len(ids)
     assert whole.metrics.output_tokens._value.get() == 1 + len(ids)
 
 

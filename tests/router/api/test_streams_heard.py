@@ -113,7 +113,7 @@ class Nodes(FakeCluster):
         self._seed, self._heard = seed, heard
 
     def start(self, spec: RequestSpec) -> Any:
-        context = MagicMock(group=SimpleNamespace(members=(), name=SimpleNamespace(first="m")), patience_s=1.0)
+        context = MagicMock(group=SimpleNamespace(members=(), name=SimpleNamespace(first="m")), max_wait_s=1.0)
         context.held, context.deaths.any, context.reuse = PendingRequests(), False, AsyncMock(return_value={})
         context.place.return_value = Placement(None, NODE, 0, 0.0, 0.0)
         context.account.side_effect = lambda told, job, node: told

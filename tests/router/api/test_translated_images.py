@@ -16,7 +16,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 INPUT = {"type": "input_image", "image_url": URL, "detail": "low"}
 USER = {"role": "user"}
-SEE_NEXT = "(image: see the next message)"
+IMAGE_NOTE = "(image: see the next message)"
 CALL_ID = "toolu_1"
 
 
@@ -63,13 +63,13 @@ async def test_pictures_of_other_apis_reach_the_engine_in_a_chats_form(path: str
 @pytest.mark.parametrize(
     ("path", "body", "results", "last"),
     [
-        (*messages({**USER, "content": "Look."}, *used([TEXT, BLOCK])), [f"{TEXT['text']}\n{SEE_NEXT}"], [IMAGE]),
-        (*messages({**USER, "content": "Look."}, *used([BLOCK], "none")), [SEE_NEXT, "none"], [IMAGE]),
-        (*responses({**USER, "content": "Look."}, *called([INPUT])), [SEE_NEXT], [IMAGE]),
+        (*messages({**USER, "content": "Look."}, *used([TEXT, BLOCK])), [f"{TEXT['text']}\n{IMAGE_NOTE}"], [IMAGE]),
+        (*messages({**USER, "content": "Look."}, *used([BLOCK], "none")), [IMAGE_NOTE, "none"], [IMAGE]),
+        (*responses({**USER, "content": "Look."}, *called([INPUT])), [IMAGE_NOTE], [IMAGE]),
         (*responses({**USER, "content": "Look."}, *called([INPUT], "none"), {**USER, "content": TEXT["text"]}),
-         [SEE_NEXT, "none"], [IMAGE, TEXT]),
+         [IMAGE_NOTE, "none"], [IMAGE, TEXT]),
         (*responses({**USER, "content": "Look."}, *called([INPUT]), {"role": "system", "content": "Brief."}),
-         [SEE_NEXT], [IMAGE]),
+         [IMAGE_NOTE], [IMAGE]),
     ],
 )  # fmt: skip
 async def test_images_in_results_of_tools_go_into_the_next_message(

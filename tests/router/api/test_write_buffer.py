@@ -12,7 +12,7 @@ import pytest
 from kvferry.router.api.fold import Answer
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.sequence_stream import Choice, ChoicePiece, Listener
-from kvferry.router.api.write_buffer import MOST_BYTES, WriteBuffer
+from kvferry.router.api.write_buffer import MAX_BYTES, WriteBuffer
 from kvferry.router.text.transcript import Piece
 from kvferry.runtime.log import REQUEST
 
@@ -275,5 +275,5 @@ async def test_much_is_written_before_the_end() -> None:
         if not held.add(b"x" * 4096):
             await held.flush()
     await held.flush()
-    assert max(map(len, wire.writes)) <= MOST_BYTES
+    assert max(map(len, wire.writes)) <= MAX_BYTES
     assert sum(map(len, wire.writes)) == 100 * 4096

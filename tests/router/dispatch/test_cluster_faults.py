@@ -88,7 +88,7 @@ async def test_storm(seed: int) -> None:
     dice = random.Random(seed)
     script = flaky(dice)
     workers = [prefill("p1", prefill_script=script), prefill("p2", prefill_script=script), decode("d1"), decode("d2")]
-    async with Bench(workers, patience_s=10) as bench:
+    async with Bench(workers, max_wait_s=10) as bench:
         storm = asyncio.create_task(break_things(bench, dice))
         try:
             fates = await asyncio.gather(

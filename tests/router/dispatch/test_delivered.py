@@ -31,7 +31,7 @@ async def test_the_rest_comes_behind_the_delivered_tokens() -> None:
 
 
 async def test_no_other_nodes_than_those_of_its_fingerprint() -> None:
-    async with Bench([prefill(), decode()], patience_s=0.3) as bench:
+    async with Bench([prefill(), decode()], max_wait_s=0.3) as bench:
         dispatch = bench.start(8, delivered=Delivered((1, 2), ROUTE, "other"))
         with pytest.raises(NoNodes):
             await collect(dispatch)

@@ -21,7 +21,7 @@ from kvferry.protocol.lease import Load
 from kvferry.protocol.messages import PrefillRequest, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch import pending_requests
-from kvferry.router.dispatch.prefixes import TELL_S
+from kvferry.router.dispatch.prefixes import LOG_INTERVAL_S
 from tests.fake_workers import (
     BLOCK,
     PROMPT,
@@ -179,8 +179,8 @@ async def test_a_slow_index_costs_little_and_no_request(caplog: pytest.LogCaptur
             assert ids(await collect(bench.start(3))) == expected(PROMPT, 3)
         assert asyncio.get_running_loop().time() - began < 2
         asked._lookup = index
-        for since_s in (0.0, -TELL_S):
-            asked._told_at += since_s
+        for since_s in (0.0, -LOG_INTERVAL_S):
+            asked._logged_at += since_s
             for _ in range(3):
                 await collect(bench.start(3))
             assert ["block index" in message for message in caplog.messages].count(True) == (2 if since_s else 1)
@@ -197,7 +197,7 @@ async def test_registry_away() -> None:
 
 
 async def test_nothing_can_be_placed() -> None:
-    async with Bench([prefill()], patience_s=0.1) as bench:
+    async with Bench([prefill()], max_wait_s=0.1) as bench:
         assert not bench.cluster.ready()["decode"]
         with pytest.raises(NoNodes) as caught:
             await collect(bench.start(4))
@@ -209,19 +209,19 @@ FULL = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
 
 async def test_full_decode_nodes_refuse_with_a_time(monkeypatch) -> None:
     """At once where many wait for them already, else after a while."""
-    async with Bench([decode(changes={"load": FULL})], patience_s=0.2) as bench:
+    async with Bench([decode(changes={"load": FULL})], max_wait_s=0.2) as bench:
         with pytest.raises(Overloaded) as caught:
             await collect(bench.start(4))
         assert caught.value.retry_after >= 1
         assert bench.cluster.held.requests == 0
-        monkeypatch.setattr(pending_requests, "MOST_FULL", 0)
+        monkeypatch.setattr(pending_requests, "MAX_WAITING", 0)
         with pytest.raises(Overloaded):
             bench.start(4)
 
 
 async def test_who_comes_while_all_are_full_waits_for_room() -> None:
     """A single node that hung for a moment made the other full: newcomers were sent away at once."""
-    async with Bench([decode(changes={"load": FULL})], patience_s=20) as bench:
+    async with Bench([decode(changes={"load": FULL})], max_wait_s=20) as bench:
         waiting = asyncio.create_task(collect(bench.start(4)))
         await until(lambda: bench.cluster.held.requests == 1)
         await bench.store.announce(replace(bench["d1"].lease, load=Load(free_blocks=100, total_blocks=100)))

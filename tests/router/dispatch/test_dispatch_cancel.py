@@ -113,10 +113,10 @@ async def test_while_the_attempt_is_being_sent() -> None:
 
 
 async def test_while_waiting_for_a_node() -> None:
-    async with Bench([decode(crash_after=2)], patience_s=30) as bench:
+    async with Bench([decode(crash_after=2)], max_wait_s=30) as bench:
         dispatch = bench.start(50)
         task = asyncio.create_task(collect(dispatch))
-        await until(lambda: dispatch._planner.patience.waiting)
+        await until(lambda: dispatch._planner.backoff.waiting)
         began = time.monotonic()
         await by_call(dispatch, task)
         assert in_time(time.monotonic() - began, 0.5)

@@ -170,9 +170,9 @@ async def test_a_stream_goes_on_where_its_prefix_is_even_if_the_index_does_not_k
 
 
 async def test_only_decode_node_restarts_in_time() -> None:
-    async with Bench([decode("d1", crash_after=3)], patience_s=5) as bench:
+    async with Bench([decode("d1", crash_after=3)], max_wait_s=5) as bench:
         task = asyncio.create_task(collect(bench.start(12)))
-        await until(lambda: not bench.cluster.able("decode"))
+        await until(lambda: not bench.cluster.usable("decode"))
         await asyncio.sleep(0.1)
         await bench.add(decode("d1", epoch=2))
         assert ids(await task) == expected(PROMPT, 12)
@@ -180,9 +180,9 @@ async def test_only_decode_node_restarts_in_time() -> None:
 
 async def test_requests_that_come_while_the_only_decode_node_restarts_wait_for_it() -> None:
     """Each had been a 503 at once."""
-    async with Bench([decode("d1")], patience_s=5) as bench:
+    async with Bench([decode("d1")], max_wait_s=5) as bench:
         bench["d1"].crash()
-        await until(lambda: not bench.cluster.able("decode"))
+        await until(lambda: not bench.cluster.usable("decode"))
         tasks = [asyncio.create_task(collect(bench.start(6))) for _ in range(8)]
         await asyncio.sleep(0.3)
         await bench.add(decode("d1", epoch=2))
@@ -191,7 +191,7 @@ async def test_requests_that_come_while_the_only_decode_node_restarts_wait_for_i
 
 
 async def test_who_waits_for_a_node_hears_in_time_that_none_comes() -> None:
-    async with Bench([], patience_s=5) as bench:
+    async with Bench([], max_wait_s=5) as bench:
         began = asyncio.get_running_loop().time()
         with pytest.raises(NoNodes) as caught:
             await collect(bench.start(6, deadline_s=0.6))
@@ -200,13 +200,13 @@ async def test_who_waits_for_a_node_hears_in_time_that_none_comes() -> None:
 
 
 async def test_only_decode_node_never_comes_back() -> None:
-    async with Bench([decode(crash_after=3)], patience_s=0.3) as bench:
+    async with Bench([decode(crash_after=3)], max_wait_s=0.3) as bench:
         with pytest.raises(NoNodes):
             await collect(bench.start(12))
 
 
 async def test_silent_stream_is_a_lost_node() -> None:
-    async with Bench([decode("d1")], silence_s=0.5, patience_s=10.0) as bench:
+    async with Bench([decode("d1")], silence_s=0.5, max_wait_s=10.0) as bench:
         task = asyncio.create_task(collect(bench.start(200)))
         await until(lambda: bench["d1"].running == 1)
         bench["d1"].frozen = True
@@ -274,13 +274,13 @@ async def test_decode_gives_up_an_attempt() -> None:
 
 
 async def test_refused_grants_wait_for_room() -> None:
-    async with Bench([prefill(prefill_script=failing("grant_refused", times=2)), decode()], patience_s=3) as bench:
+    async with Bench([prefill(prefill_script=failing("grant_refused", times=2)), decode()], max_wait_s=3) as bench:
         assert ids(await collect(bench.start(5))) == expected(PROMPT, 5)
         assert bench.retries() == {"wait_for_room": 2}
 
 
 async def test_room_that_never_comes_is_overload() -> None:
-    async with Bench([decode(refusal=GrantRefused("full"))], patience_s=0.3) as bench:
+    async with Bench([decode(refusal=GrantRefused("full"))], max_wait_s=0.3) as bench:
         with pytest.raises(Overloaded) as caught:
             await collect(bench.start(5))
         assert caught.value.retry_after > 0
@@ -303,7 +303,7 @@ async def test_what_no_other_attempt_can_help_is_raised_at_once() -> None:
 
 
 async def test_attempts_are_bounded() -> None:
-    async with Bench([decode(fail_attempts=["server_error"] * 99)], patience_s=30) as bench:
+    async with Bench([decode(fail_attempts=["server_error"] * 99)], max_wait_s=30) as bench:
         with pytest.raises(KvferryError, match="scripted"):
             await collect(bench.start(5))
         assert len(bench["d1"].jobs) == 8
@@ -312,7 +312,7 @@ async def test_attempts_are_bounded() -> None:
 async def test_suspected_prefill_is_spared_for_a_while() -> None:
     async with Bench([prefill(prefill_script=crash_at_once), decode()]) as bench:
         await collect(bench.start(3))
-        assert not bench.cluster.able("prefill")
+        assert not bench.cluster.usable("prefill")
         dispatch = bench.start(3)
         await collect(dispatch)
         assert dispatch.route.prefill is None

@@ -52,7 +52,7 @@ async def test_forks_of_one_that_lost_its_node_go_elsewhere(bench: Bench) -> Non
     assert leader.route
     home, fork_of = leader.route.decode or "", leader.fork
     bench[home].crash()
-    await until(lambda: len(bench.cluster.able("decode")) == 2)
+    await until(lambda: len(bench.cluster.usable("decode")) == 2)
     fork = bench.start(4, fork_of=fork_of)
     assert ids(await collect(fork)) == expected(PROMPT, 4)
     assert fork.route

@@ -12,7 +12,7 @@ import pytest
 from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch import jobs
-from kvferry.router.dispatch.events import Drains
+from kvferry.router.dispatch.events import NodeDrains
 from kvferry.router.dispatch.hedging import HedgedAttempts
 from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.dispatch.token_order import OrderedTokens
@@ -25,18 +25,18 @@ class Heard:
     """A dispatch's ears, once its first token is out, and what came to whom."""
 
     def __init__(self) -> None:
-        self.mail, self.hedged, self.sequence = EventQueue[Any](), HedgedAttempts(), OrderedTokens()
+        self.queue, self.hedged, self.sequence = EventQueue[Any](), HedgedAttempts(), OrderedTokens()
         self.hedged.enter(SimpleNamespace(job=SimpleNamespace(attempt=0)))  # type: ignore[arg-type]
         list(self.sequence.push(FIRST))
-        self.listening = TokenSink(self.mail, self.sequence, self.hedged, jobs.output)
+        self.listening = TokenSink(self.queue, self.sequence, self.hedged, jobs.output)
         self.outputs: list[tuple[int, ...]] = []
         self.listening.listen(lambda output: self.outputs.append(output.token_ids))
 
     async def posted(self, event: Any) -> bool:
         """Whether an event that is heard while the reader waits wakes it."""
-        reader = asyncio.create_task(self.mail.next())
+        reader = asyncio.create_task(self.queue.next())
         await asyncio.sleep(0)
-        self.listening.hear(event)
+        self.listening.receive(event)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         reader.cancel()
@@ -63,7 +63,7 @@ async def test_the_next_tokens_are_told_and_wake_nobody(heard: Heard) -> None:
         replace(NEXT, index=0),
         replace(NEXT, attempt=1),
         replace(NEXT, reuse=Reuse(1, computed=1)),
-        Drains(0),
+        NodeDrains(0),
     ],
 )
 async def test_all_else_goes_by_the_mail(heard: Heard, event: Any) -> None:
@@ -73,10 +73,10 @@ async def test_all_else_goes_by_the_mail(heard: Heard, event: Any) -> None:
 
 
 async def test_what_comes_while_nobody_waits_keeps_its_order(heard: Heard) -> None:
-    heard.listening.hear(NEXT)
-    heard.listening.hear(replace(NEXT, index=3))
+    heard.listening.receive(NEXT)
+    heard.listening.receive(replace(NEXT, index=3))
     assert heard.outputs == []
-    assert [(await heard.mail.next()).index for _ in range(2)] == [1, 3]
+    assert [(await heard.queue.next()).index for _ in range(2)] == [1, 3]
 
 
 async def test_what_came_early_goes_first(heard: Heard) -> None:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("hasty")
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 0.2)
 
 
 async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -182,7 +182,7 @@ async def test_nothing_is_hedged_beyond_the_budget() -> None:
 
 
 async def test_what_has_not_begun_waits_for_the_budget_and_hears_in_time_that_there_is_none() -> None:
-    async with Bench([prefill(prefill_script=refuse), decode()], patience_s=0.3) as bench:
+    async with Bench([prefill(prefill_script=refuse), decode()], max_wait_s=0.3) as bench:
         bench.cluster.retries = RetryBudget(0.0, 0.0, 0.0)
         with pytest.raises(Overloaded, match="retry budget") as caught:
             await collect(bench.start(6))
@@ -262,7 +262,7 @@ async def test_a_node_is_not_blamed_for_a_request_that_was_nearly_out_of_time(
     async with Bench([prefill("p1", prefill_script=hang), decode()]) as bench:
         bench.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
         monkeypatch.setattr(bench.nodes.breakers, "late", lambda place, *, ships: None)
-        monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 1.0)
+        monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 1.0)
         answer = asyncio.create_task(collect(bench.start(6, deadline_s=deadline_s)))
         await until(lambda: bench["p1"].prefills and not bench["p1"].answering)
         assert (("p1", 1) in bench.nodes.breakers.open().nodes) == blamed

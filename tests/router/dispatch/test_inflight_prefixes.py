@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.router.dispatch.inflight_prefixes import LOOKED_AT, InflightPrefixes
+from kvferry.router.dispatch.inflight_prefixes import MAX_COMPARED, InflightPrefixes
 from tests.fake_workers import PROMPT, Bench, collect, decode, prefill, until
 
 ABC = (b"a", b"b", b"c")
@@ -29,18 +29,18 @@ def test_what_is_over_leaves_nothing_behind() -> None:
     inflight_prefixes = InflightPrefixes()
     first, second = inflight_prefixes.sent(ABC, ("p1", 1)), inflight_prefixes.sent(ABC, ("p2", 1))
     nothing = inflight_prefixes.sent((), ("p1", 1))
-    first.over()
-    first.over()
-    nothing.over()
+    first.remove()
+    first.remove()
+    nothing.remove()
     assert inflight_prefixes.held(ABC, {"p1": 1, "p2": 1}) == {"p2": 3}
-    second.over()
+    second.remove()
     assert not inflight_prefixes._rows
 
 
 def test_of_many_the_last_ones_are_looked_at() -> None:
     inflight_prefixes = InflightPrefixes()
     inflight_prefixes.sent(ABC, ("first", 1))
-    for _ in range(LOOKED_AT):
+    for _ in range(MAX_COMPARED):
         inflight_prefixes.sent(ABC, ("p", 1))
     assert inflight_prefixes.held(ABC, {"first": 1, "p": 1}) == {"p": 3}
 

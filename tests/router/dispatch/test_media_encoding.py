@@ -94,8 +94,8 @@ async def test_prompts_without_media_and_clusters_without_encode_nodes_do_withou
 
 @pytest.mark.parametrize("failure", [CRASH, Overloaded("full"), CAT, SILENCE])
 async def test_another_encode_node_is_asked_if_one_fails(failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.LEAST_S", 0.3)
-    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.SLOWNESS", 0.0)
+    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.MIN_LIMIT_S", 0.3)
+    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.LIMIT_FACTOR", 0.0)
     failing = [encode(name, encodings=[failure]) for name in ("e1", "e2")]
     async with Bench(nodes(*failing)) as bench:
         failing[1].encodings.clear() if await home(bench) == "e1" else failing[0].encodings.clear()
@@ -185,8 +185,8 @@ async def test_a_first_token_is_late_only_after_the_time_of_encoding() -> None:
 async def test_a_node_is_blamed_only_if_it_had_the_time_of_its_work(
     deadline_s: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.LEAST_S", 1.0)
-    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.SLOWNESS", 0.0)
+    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.MIN_LIMIT_S", 1.0)
+    monkeypatch.setattr("kvferry.router.dispatch.media_encoding.LIMIT_FACTOR", 0.0)
     async with Bench(nodes(encode(encodings=[SILENCE]))) as bench:
         with contextlib.suppress(DeadlineExceeded, Overloaded):
             await collect(bench.start(media=MEDIA, deadline_s=deadline_s))

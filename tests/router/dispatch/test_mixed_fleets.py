@@ -150,7 +150,7 @@ async def test_a_stream_goes_on_at_its_own_version_only() -> None:
 
 @pytest.mark.parametrize("last", ["its prefill node lives", "all are gone"])
 async def test_a_stream_whose_version_is_gone_ends_with_an_error_that_says_so(last: str) -> None:
-    async with Bench([prefill("p1"), decode("d1")], patience_s=0.3) as bench:
+    async with Bench([prefill("p1"), decode("d1")], max_wait_s=0.3) as bench:
         at, dispatch, tokens = await begun(bench)
         assert dispatch.fork
         await added(bench, new(prefill("p2")), new(decode("d2")))
@@ -169,7 +169,7 @@ async def test_a_stream_whose_version_is_gone_ends_with_an_error_that_says_so(la
 
 
 async def test_without_any_node_the_error_is_the_usual_one() -> None:
-    async with Bench([decode("d1")], patience_s=0.3) as bench:
+    async with Bench([decode("d1")], max_wait_s=0.3) as bench:
         at, _, tokens = await begun(bench)
         at.crash()
         with pytest.raises(NoNodes, match="has no decode node at present"):
@@ -203,7 +203,7 @@ async def test_forks_stay_with_the_version_of_the_first() -> None:
 
 
 async def test_a_hedge_may_go_to_the_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 0.2)
 
     async def hang(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         yield SILENCE
@@ -256,7 +256,7 @@ async def test_a_request_too_long_for_one_version_goes_to_the_other() -> None:
 async def test_a_request_too_long_for_one_version_waits_for_the_node_of_the_other_that_failed() -> None:
     """It is not too long: the node is only avoided for a moment."""
     small = decode("d1", changes={"load": Load(free_blocks=10, total_blocks=10)})
-    async with Bench([small, new(decode("d2", fail_attempts=["server_error"]))], patience_s=5.0) as bench:
+    async with Bench([small, new(decode("d2", fail_attempts=["server_error"]))], max_wait_s=5.0) as bench:
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
         assert [job.attempt for job in bench["d2"].jobs] == [0, 1]
 
@@ -266,7 +266,7 @@ async def test_a_request_that_fits_only_a_suspected_node_is_not_too_long() -> No
     async with Bench([small, decode("d2")]) as bench:
         for _ in range(10):
             bench.nodes.breakers.node_failed(("d2", 1))
-        assert bench.cluster.able("decode") == {("d1", 1)}
+        assert bench.cluster.usable("decode") == {("d1", 1)}
         assert ids(await collect(bench.start(4))) == expected(PROMPT, 4)
 
 

@@ -222,7 +222,7 @@ async def test_the_call_breaks_while_the_move_goes_on() -> None:
 
 async def test_the_call_breaks_and_nothing_is_heard_of_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again, at the same node, which did nothing wrong."""
-    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "UNTOLD_S", 0.05)
+    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "OUTCOME_WAIT_S", 0.05)
     async with Bench(workers(move_wait_s=2.0)) as bench:
         at, other, tokens = await begun(bench)
         await drain(bench, at)
@@ -351,7 +351,7 @@ async def test_a_stream_that_was_not_moved_in_time_is_recovered_elsewhere_and_no
 
 async def test_a_move_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its node has it happen after all, for a successor that nobody waits for any more."""
-    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "MOVE_S", 0.1)
+    monkeypatch.setattr(kvferry.router.dispatch.migration_attempt, "MAX_MOVE_S", 0.1)
     async with Bench(workers(move_wait_s=0.25)) as bench:
         at, _, tokens = await begun(bench)
         await drain(bench, at)

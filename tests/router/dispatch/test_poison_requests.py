@@ -13,7 +13,7 @@ from kvferry.placement.types import Placement
 from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDied
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.router.dispatch.failures import Failure, Work, failure
-from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, DOUBT_S, MEMORY_S, PoisonRequests, Suspect
+from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, MEMORY_S, SHARING_COST_S, PoisonRequests, Suspect
 from kvferry.router.dispatch.retry_policy import MAX_FAILURES, RetryPolicy
 from tests.fake_workers import (
     CRASH,
@@ -90,11 +90,11 @@ def test_of_two_that_lost_two_nodes_together_neither_is_and_they_are_parted() ->
     for suspect in (one, two):
         lose(deaths, suspect, N2)
     deaths.move(one, [N3])
-    assert deaths.barred(two) == {N3}
+    assert deaths.forbidden_nodes(two) == {N3}
     with pytest.raises(FatalRequest, match="3 nodes"):
         deaths.died(N3, {"decode"}, one, 0)
     deaths.clear(one)
-    assert not deaths.barred(two)
+    assert not deaths.forbidden_nodes(two)
 
 
 def test_who_got_on_is_cleared() -> None:
@@ -114,14 +114,14 @@ def test_suspects_are_shunned_and_the_worst_are_left_alone() -> None:
     deaths, one, two, fresh = PoisonRequests(Clock()), Suspect(), Suspect(), Suspect()
     lose(deaths, one, N1, goes_to=[N2])
     lose(deaths, two, N1, goes_to=[N2, N3])
-    assert deaths.doubts(fresh) == {N2: 2 * DOUBT_S, N3: DOUBT_S}
-    assert deaths.doubts(one) == {N2: DOUBT_S, N3: DOUBT_S}
-    assert not deaths.barred(one)
+    assert deaths.sharing_costs(fresh) == {N2: 2 * SHARING_COST_S, N3: SHARING_COST_S}
+    assert deaths.sharing_costs(one) == {N2: SHARING_COST_S, N3: SHARING_COST_S}
+    assert not deaths.forbidden_nodes(one)
     two.losses = 2
     deaths.move(two, [N3])
-    assert deaths.barred(one) == {N3}
-    assert deaths.barred(two) == {N2}
-    assert not deaths.barred(fresh)
+    assert deaths.forbidden_nodes(one) == {N3}
+    assert deaths.forbidden_nodes(two) == {N2}
+    assert not deaths.forbidden_nodes(fresh)
 
 
 def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:
@@ -150,7 +150,7 @@ def test_failures_are_counted_since_the_request_got_on() -> None:
 
 async def test_it_takes_two_decode_nodes_and_no_innocent_stream() -> None:
     """It had taken all four, and every stream on them."""
-    async with Bench([decode(f"d{i}", step_s=0.02) for i in range(4)], patience_s=10) as bench:
+    async with Bench([decode(f"d{i}", step_s=0.02) for i in range(4)], max_wait_s=10) as bench:
         prompts = [(100 + i, *PROMPT[1:]) for i in range(8)]
         streams = [asyncio.create_task(collect(bench.start(60, prompt))) for prompt in prompts]
         await until(lambda: all(worker.running for worker in bench.workers.values()))
@@ -158,7 +158,7 @@ async def test_it_takes_two_decode_nodes_and_no_innocent_stream() -> None:
             await collect(bench.start(50, DEADLY_PROMPT))
         assert caught.value.status == 500
         assert [ids(await stream) for stream in streams] == [expected(prompt, 60) for prompt in prompts]
-        assert len(bench.cluster.able("decode")) == 2
+        assert len(bench.cluster.usable("decode")) == 2
         assert not bench.cluster.deaths.any
 
 
@@ -173,24 +173,24 @@ async def test_it_takes_two_prefill_nodes() -> None:
             yield answer
 
     workers = [prefill(f"p{i}", prefill_script=dies) for i in range(4)]
-    async with Bench([*workers, decode("d1"), decode("d2")], patience_s=10) as bench:
+    async with Bench([*workers, decode("d1"), decode("d2")], max_wait_s=10) as bench:
         innocent = [asyncio.create_task(collect(bench.start(10))) for _ in range(8)]
         await asyncio.sleep(0.02)
         with pytest.raises(FatalRequest):
             await collect(bench.start(10, DEADLY_PROMPT))
         assert [ids(await task) for task in innocent] == [expected(PROMPT, 10)] * 8
-        assert len(bench.cluster.able("prefill")) >= 2
+        assert len(bench.cluster.usable("prefill")) >= 2
 
 
 async def test_where_all_share_the_only_node_it_is_found_and_the_others_go_on() -> None:
     """The node is restarted each time, as a supervisor does."""
-    async with Bench([decode("d1", step_s=0.01)], patience_s=10) as bench:
+    async with Bench([decode("d1", step_s=0.01)], max_wait_s=10) as bench:
 
         async def restart() -> None:
             for epoch in range(2, 20):
-                await until(lambda: not bench.cluster.able("decode"), 60)
+                await until(lambda: not bench.cluster.usable("decode"), 60)
                 await bench.add(decode("d1", epoch=epoch, step_s=0.01))
-                await until(lambda: bench.cluster.able("decode"))
+                await until(lambda: bench.cluster.usable("decode"))
 
         restarts = asyncio.create_task(restart())
         tasks = [asyncio.create_task(collect(bench.start(40))) for _ in range(5)]

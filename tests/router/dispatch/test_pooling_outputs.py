@@ -85,7 +85,7 @@ async def test_the_ladder_when_its_node_dies(others: list[FakeWorker]) -> None:
         for other in others:
             other = prefill("p2", prefill_script=reads)
             await bench.add(other)
-            await until(lambda: len(bench.cluster.able("prefill")) == 2)
+            await until(lambda: len(bench.cluster.usable("prefill")) == 2)
         outputs = [(await collect(start(bench)))[0].vector for _ in range(3)]
         assert outputs == [VECTOR] * 3
         assert bench.retries()

@@ -68,7 +68,7 @@ async def test_a_prefix_on_a_node_that_the_request_had_to_leave(script: Any, rea
 
 
 async def test_a_prefix_on_a_node_that_another_one_outran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 0.2)
     async with Bench([prefill("p1", prefill_script=silent), prefill("p2"), decode("d1"), decode("d2")]) as bench:
         await bench.store.publish("p1", 1, rows_of(chain(root_hash("fp", "tenant"), PROMPT, BLOCK)[:10]), ())
         assert ids(await collect(bench.start(6, namespace="tenant"))) == expected(PROMPT, 6)

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.metrics import RouterMetrics
-from kvferry.router.dispatch.prefixes import DOUBT_S, MOST_NODES, Prefixes, Remembered
+from kvferry.router.dispatch.prefixes import FALLBACK_S, MAX_NODES, Prefixes, Remembered
 from tests.fake_workers import PROMPT, Bench, collect, decode, prefill
 from tests.waiting import until
 
@@ -38,14 +38,14 @@ def test_a_node_that_began_anew_holds_nothing() -> None:
 
 def test_the_nodes_of_a_block_are_bounded_and_the_last_ones_stay() -> None:
     known = Remembered()
-    for epoch in range(3 * MOST_NODES):
+    for epoch in range(3 * MAX_NODES):
         known.note(HASHES, (A, ("n", epoch)))
-    assert known.held(HASHES[:1], {"a": 1, "n": 3 * MOST_NODES - 1}) == {"a": 1, "n": 1}
-    assert len(known._known(HASHES[0])) == MOST_NODES
+    assert known.held(HASHES[:1], {"a": 1, "n": 3 * MAX_NODES - 1}) == {"a": 1, "n": 1}
+    assert len(known._known(HASHES[0])) == MAX_NODES
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = Remembered(most=40)
+    known = Remembered(max_blocks=40)
     for n in range(100):
         known.note([bytes([n, m]) * 8 for m in range(7)], (A,))
         assert len(known) <= 40
@@ -56,7 +56,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_long_prompt_that_comes_again_drives_nothing_out() -> None:
-    known = Remembered(most=40)
+    known = Remembered(max_blocks=40)
     known.note([b"x" * 16], (B,))
     for _ in range(3):
         known.note(HASHES + OTHER[4:], (A,))
@@ -88,7 +88,7 @@ async def test_memory_speaks_while_the_index_does_not_and_a_while_after() -> Non
     assert await prefixes.held(HASHES, LIVE) == {"a": 10}
     index.answer = {"b": 2}
     assert await prefixes.held(HASHES, LIVE) == {"a": 10, "b": 2}, "rows may be lost still"
-    now[0] += DOUBT_S
+    now[0] += FALLBACK_S
     assert await prefixes.held(HASHES, LIVE) == {"b": 2}
     before = index.asked
     assert await prefixes.held(HASHES, LIVE, up=False) == {"a": 10}
@@ -119,5 +119,5 @@ async def test_a_decode_node_is_credited_once_the_prompt_goes_there(count: int, 
         bench.store.available = False
         await until(lambda: not bench.nodes.registry_health.up)
         await collect(bench.start(count))
-        (nodes,) = set(bench.cluster._prefixes._remembered._young.values())
+        (nodes,) = set(bench.cluster._prefixes._remembered._recent.values())
         assert {node_id for node_id, _ in nodes} == holders

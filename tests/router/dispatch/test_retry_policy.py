@@ -97,5 +97,5 @@ def test_a_pair_that_fails_is_avoided_and_its_nodes_are_not() -> None:
     assert retry_policy.next_step(Failure(1, TransferFailed("x"), (P2, D1)), 0, BOTH) == "another_pair"
     assert retry_policy.next_step(Failure(2, TransferFailed("x"), (P1, D2)), 0, BOTH) == "local_prefill"
     assert retry_policy.local_only
-    retry_policy.forgive()
+    retry_policy.clear_avoided()
     assert not retry_policy.broken

@@ -35,9 +35,9 @@ ROOMY = Load(free_blocks=100, total_blocks=100)
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvferry.router.dispatch.hedging, "LATE_S", 0.2)
+    monkeypatch.setattr(kvferry.router.dispatch.hedging, "MIN_LATE_S", 0.2)
     monkeypatch.setattr(kvferry.router.dispatch.hedging, "GRANT_S", 0.2)
-    monkeypatch.setattr(kvferry.router.dispatch.timers, "AGAIN_S", 0.1)
+    monkeypatch.setattr(kvferry.router.dispatch.timers, "LATE_REPEAT_S", 0.1)
 
 
 async def no_grant_of_d1(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -111,7 +111,7 @@ async def test_it_leaves_two_crowded_nodes_at_most(monkeypatch: pytest.MonkeyPat
     """A wanderer would lose its place in every queue."""
     async with bench(FULL) as cluster:
         cluster.cluster.hedges = RetryBudget(0.0, 0.0, 0.0)
-        monkeypatch.setattr(kvferry.router.dispatch.hedging, "MAX_LEFT", 0)
+        monkeypatch.setattr(kvferry.router.dispatch.hedging, "MAX_NODES_LEFT", 0)
         dispatch = cluster.start(6)
         answer = asyncio.create_task(collect(dispatch))
         await until(lambda: cluster["p1"].prefills)

@@ -76,7 +76,7 @@ async def test_a_request_is_placed_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_full_cluster_refuses_without_placing_and_without_asking_its_nodes(monkeypatch) -> None:
-    monkeypatch.setattr(pending_requests, "MOST_FULL", 0)
+    monkeypatch.setattr(pending_requests, "MAX_WAITING", 0)
     full = Load(active_blocks=100, total_blocks=100, waiting_tokens=1400)
     async with Bench([decode(f"d{i}", changes={"load": full}) for i in range(3)]) as bench:
         entries, members = bench.nodes.entries, bench.cluster.model.members

@@ -104,7 +104,7 @@ async def test_turns_tell_what_waits_and_what_left() -> None:
 
 
 async def test_a_router_without_nodes_shows_whom_it_holds_until_one_comes() -> None:
-    async with Bench([], patience_s=10) as bench:
+    async with Bench([], max_wait_s=10) as bench:
         found = Backlog(Waiting, bench.cluster.held, bench.cluster.capacity)
         bench.metrics.scaling.follow("m", found.prefill_s, found.decode_nodes, found.unplaced)
 
@@ -125,7 +125,7 @@ async def test_a_router_without_nodes_shows_whom_it_holds_until_one_comes() -> N
 
 
 async def test_who_is_told_that_none_comes_is_held_no_longer() -> None:
-    async with Bench([], patience_s=0.2) as bench:
+    async with Bench([], max_wait_s=0.2) as bench:
         with pytest.raises(NoNodes):
             await collect(bench.start(4))
         assert (bench.cluster.held.requests, bench.cluster.held.tokens) == (0, 0)

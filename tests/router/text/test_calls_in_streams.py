@@ -103,7 +103,9 @@ def test_a_call_that_a_grammar_bounds_is_shown_as_it_comes(dialect: str) -> None
     for governed in (False, True):
         parser = parser_of(dialect)(patient=True)
         if governed:
-            parser.govern(syntax(dialect).marker if dialect in FORMS else MARKERS_OF[dialect.split(maxsplit=1)[0]])
+            parser.expect_grammar(
+                syntax(dialect).marker if dialect in FORMS else MARKERS_OF[dialect.split(maxsplit=1)[0]]
+            )
         deltas = merged(parser.feed(begun).calls)
         assert [(delta.name, "São" in delta.arguments) for delta in deltas] == [("get", True)] * governed
         deltas += parser.feed(call[len(begun) :]).calls
@@ -112,7 +114,7 @@ def test_a_call_that_a_grammar_bounds_is_shown_as_it_comes(dialect: str) -> None
 
 def test_a_mark_in_a_reply_of_a_led_model_is_bounded_by_nothing() -> None:
     parser = LedHermesParser(SCHEMAS, patient=True)
-    parser.govern("<tool_call>")
+    parser.expect_grammar("<tool_call>")
     text = 'Write <tool_call>{"name": "get", "arguments": {"place": oops}}</tool_call>.'
     assert read(parser, ["<text>", *text]) == (text, [])
 

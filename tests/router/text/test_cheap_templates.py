@@ -14,15 +14,15 @@ from kvferry.model_files.template_sandbox import Sandbox
 from kvferry.router.text.cheap_costs import Costly
 from kvferry.router.text.cheap_templates import MAX_SOURCE, cheap_environment, is_cheap
 from kvferry.router.text.rendering import Rendering
-from kvferry.router.text.template import SMALL, ChatTemplate
+from kvferry.router.text.template import SMALL_BYTES, ChatTemplate
 from tests.hostile_templates import BOMBS, TEMPLATES
 
 MESSAGES = [
     {"role": "user", "content": " a,b ", "n": 3},
     {"role": "assistant", "content": "é<x>", "calls": [{"k": [1]}]},
 ]
-HUGE = [{"role": "user", "content": "x," * (SMALL // 3)}]
-WIDE = [{"role": "user", "content": "x", "many": [[] for _ in range(SMALL // 6)]}]
+HUGE = [{"role": "user", "content": "x," * (SMALL_BYTES // 3)}]
+WIDE = [{"role": "user", "content": "x", "many": [[] for _ in range(SMALL_BYTES // 6)]}]
 
 
 def cheap(source: str) -> bool:

@@ -85,9 +85,9 @@ async def test_ids_are_those_of_each_text_by_itself(texts: list[str], marked: bo
 @settings(max_examples=300, deadline=None)
 def test_no_tokens_reach_further_than_they_are_said_to(text: str) -> None:
     reach, ids = length_bound_of(demo_text().tokenizer.library), demo_text().encode(text, add_special_tokens=False)
-    most = reach.most(len(ids))
+    most = reach.max_chars(len(ids))
     assert most is not None
-    assert reach.least(text) <= most
+    assert reach.min_chars(text) <= most
 
 
 async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded(encoder: Encoder) -> None:
@@ -161,7 +161,7 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ids=["bytes", "composed", "stripped", "spaces-dropped", "cut", "fallback", "unknown", "few-bytes", "words"],
 )
 def test_which_tokenizers_have_a_bound(tokenizer: Tokenizer, most: int | None) -> None:
-    assert LengthBound(tokenizer).most(10) == most
+    assert LengthBound(tokenizer).max_chars(10) == most
 
 
 def test_tokens_that_strip_take_spaces_for_nothing() -> None:
@@ -169,4 +169,4 @@ def test_tokens_that_strip_take_spaces_for_nothing() -> None:
     tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True)])
     text = "<end>" + " " * 1000 + "a"
     assert len(tokenizer.encode(text).ids) == 2
-    assert LengthBound(tokenizer).least(text) == 6
+    assert LengthBound(tokenizer).min_chars(text) == 6

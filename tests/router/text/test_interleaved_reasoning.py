@@ -14,7 +14,7 @@ from kvferry.router.text.parsers.families import REASONING
 from kvferry.router.text.parsers.reader import Turn
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
 from kvferry.router.text.parsers.stage import merged
-from kvferry.router.text.transcript import Found
+from kvferry.router.text.transcript import Parsed
 from tests.router.text.derived.small_templates import CALLS as FORMS
 from tests.router.text.derived.small_templates import written
 from tests.router.text.test_calls_in_streams import BY_HAND, call_of, parser_of
@@ -32,7 +32,7 @@ def turn_of(dialect: str, *, patient: bool = True, opened: bool = False, thinkin
 
 def parts(turn: Turn, pieces: list[str]) -> list[tuple[str, str]]:
     """Kinds and texts of the parts of an answer, in their order; a call is named by its number."""
-    found: list[Found] = [each for piece in pieces for each in turn.feed(piece)] + turn.finish(is_whole=True)
+    found: list[Parsed] = [each for piece in pieces for each in turn.feed(piece)] + turn.finish(is_whole=True)
     shown: list[tuple[str, str]] = []
 
     def say(kind: str, text: str) -> None:

@@ -26,7 +26,7 @@ def words_of(tokenizer, most=2**16, encoded=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("most", "learned"), [(2**16, 32), (20, 3)])
 def test_words_make_the_whole(kind, most, learned, monkeypatch):
-    monkeypatch.setattr(kvferry.router.text.word_cache, "LEARNED", learned)
+    monkeypatch.setattr(kvferry.router.text.word_cache, "MAX_NEW_WORDS", learned)
     tokenizer, source = KINDS[kind], random.Random(1)
     words = words_of(tokenizer, most)
     assert words.apart
@@ -51,7 +51,7 @@ def test_a_text_of_new_words_costs_little_more_than_itself():
     words = words_of(KINDS["demo"], encoded=encoded)
     text = " ".join(f"word{number}x" for number in range(500))
     assert words.ids(text, add_special_tokens=False) == KINDS["demo"].encode(text, add_special_tokens=False).ids
-    assert len(encoded) == 1 + kvferry.router.text.word_cache.LEARNED
+    assert len(encoded) == 1 + kvferry.router.text.word_cache.MAX_NEW_WORDS
 
 
 @pytest.mark.parametrize("kind", refused())

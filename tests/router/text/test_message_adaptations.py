@@ -156,9 +156,9 @@ def test_the_longest_conversations_are_adapted_in_linear_time() -> None:
     results = [says("tool", long, tool_call_id=f"f{place}") for place in reversed(range(many))]
     begun = time.process_time()
     for rule in RULES:
-        rule.bend([says("user", long)] * many)
-        rule.bend([calls, *results])
-        rule.bend([calls, results[0], *[says("user", long)] * many])
+        rule.apply([says("user", long)] * many)
+        rule.apply([calls, *results])
+        rule.apply([calls, results[0], *[says("user", long)] * many])
     assert time.process_time() - begun < 5
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.router.text import render_slots
-from kvferry.router.text.render_slots import MAX_WAITING_BYTES, QUICK, SLOW, Place, RenderSlots
+from kvferry.router.text.render_slots import FAST_PLACES, MAX_WAITING_BYTES, SLOW_PLACES, Place, RenderSlots
 
 
 async def full() -> tuple[RenderSlots, list[Place]]:
     slots = RenderSlots()
-    return slots, [await slots.enter("first", 1) for _ in range(QUICK)]
+    return slots, [await slots.enter("first", 1) for _ in range(FAST_PLACES)]
 
 
 async def test_tenants_take_turns() -> None:
@@ -40,7 +40,7 @@ async def test_a_slow_rendering_frees_its_place_for_others_and_not_for_its_own_t
     slots, (place, _) = await full()
     own, other = (asyncio.create_task(slots.enter(tenant, 1)) for tenant in ("first", "other"))
     await asyncio.sleep(0)
-    assert slots.become_slow(place)
+    assert slots.move_to_slow(place)
     await asyncio.sleep(0)
     assert (own.done(), other.done()) == (False, True)
     slots.leave(await other)
@@ -51,12 +51,12 @@ async def test_a_slow_rendering_frees_its_place_for_others_and_not_for_its_own_t
 async def test_few_renderings_are_slow_at_once() -> None:
     slots = RenderSlots()
     places = []
-    for number in range(SLOW + 1):
+    for number in range(SLOW_PLACES + 1):
         places.append(await slots.enter(f"{number}", 1))
-        assert slots.become_slow(places[-1]) is (number < SLOW)
+        assert slots.move_to_slow(places[-1]) is (number < SLOW_PLACES)
     for place in places:
         slots.leave(place)
-    assert slots.become_slow(await slots.enter("again", 1))
+    assert slots.move_to_slow(await slots.enter("again", 1))
 
 
 async def test_the_bytes_that_wait_are_bounded_and_shared() -> None:
@@ -85,4 +85,4 @@ async def test_who_waits_too_long_is_refused_and_who_leaves_loses_no_place(monke
         await slots.enter("a", 1)
     for place in places:
         slots.leave(place)
-    assert [await asyncio.wait_for(slots.enter("a", 1), 1) for _ in range(QUICK)]
+    assert [await asyncio.wait_for(slots.enter("a", 1), 1) for _ in range(FAST_PLACES)]

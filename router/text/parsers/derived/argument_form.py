@@ -91,18 +91,18 @@ def _with_values(form: Arguments, written: Written) -> Arguments:
         if not before.endswith(form.before_text) and (place := before.rfind(form.before_text)) >= 0:
             close = after.find(form.after_text.replace(KEY, KEYS[0]))
             wrapped = (before[place + len(form.before_text) :], after[: max(0, close)])
-    turn, asked = written.turns.get("typed", ""), TYPED
+    turn, expected = written.turns.get("typed", ""), TYPED
     if not turn:
-        turn, asked = written.turns.get("tidy", ""), PLAIN
-    places = [at for key in asked if (at := turn.find(key)) >= 0]
+        turn, expected = written.turns.get("tidy", ""), PLAIN
+    places = [at for key in expected if (at := turn.find(key)) >= 0]
     form = replace(form, wrapped=wrapped, is_sorted=places != sorted(places))
-    values = {key: _value(turn, form, key) for key in asked}
+    values = {key: _value(turn, form, key) for key in expected}
     named = (("kvt_yes", "true"), ("kvt_no", "false"), ("kvt_nul", "null"))
     yes, no, null = (values.get(key) or word for key, word in named)
     nested = values.get("kvt_obj", "")
     lists = values.get("kvt_list", "")
     slash = written.turns.get("slash", "")
-    as_json = _is_json(nested, asked["kvt_obj"]) and _is_json(lists, asked["kvt_list"])
+    as_json = _is_json(nested, expected["kvt_obj"]) and _is_json(lists, expected["kvt_list"])
     tree = _item_key(turn, form) if not as_json and form.after_other.strip() else ""
     return replace(
         form,

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.router.text.parsers.derived.argument_form import Written, derived_arguments
 from kvferry.router.text.parsers.derived.differences import shared_end, shared_start
-from kvferry.router.text.parsers.derived.probes import CALLS, CONTENT, IDS, NAMES, REASON, Asked
+from kvferry.router.text.parsers.derived.probes import CALLS, CONTENT, IDS, NAMES, REASON, ProbeAnswer
 from kvferry.router.text.parsers.derived.syntax import ID, INDEX, KEY, NAME, SAID, Arguments, Envelope, ToolSyntax
 
 Turns = Mapping[str, str]
@@ -89,20 +89,20 @@ class _Cores:
         self._envelope, self._form = envelope, form
 
     def __call__(self, name: str, turn: str) -> Sequence[Core] | None:
-        asked = CALLS[name]
-        if not asked.calls or name in ("rough", "slash", "typed", "tidy", "several_rough"):
+        probe = CALLS[name]
+        if not probe.calls or name in ("rough", "slash", "typed", "tidy", "several_rough"):
             return None
         if self._form is not None:
-            return _form_cores(turn, asked, self._form)
+            return _form_cores(turn, probe, self._form)
         if self._envelope is not None:
-            return _envelope_cores(turn, asked, self._envelope)
-        return _json_cores(turn, asked)
+            return _envelope_cores(turn, probe, self._envelope)
+        return _json_cores(turn, probe)
 
 
-def _json_cores(turn: str, asked: Asked) -> list[Core] | None:
+def _json_cores(turn: str, probe: ProbeAnswer) -> list[Core] | None:
     """Return the places of the arguments as JSON objects; None if they are not JSON objects."""
     found, at = list[Core](), 0
-    for place, arguments in enumerate(asked.calls):
+    for place, arguments in enumerate(probe.calls):
         named = turn.find(NAMES[place], at)
         objects = _objects(turn, max(named, at)) if named >= 0 else ()
         core = next(((start, end) for start, end, value in objects if value == arguments), None)
@@ -126,9 +126,9 @@ def _objects(turn: str, at: int) -> Sequence[tuple[int, int, Any]]:
     return found
 
 
-def _envelope(turn: str, asked: Asked) -> Envelope | None:
+def _envelope(turn: str, probe: ProbeAnswer) -> Envelope | None:
     """Return the smallest JSON object that holds a call's name and arguments; None if there is none."""
-    name, arguments = NAMES[0], asked.calls[0]
+    name, arguments = NAMES[0], probe.calls[0]
     for start, end, value in reversed(_objects(turn, 0)):
         keys = {
             "name": next((key for key, each in value.items() if each == name), None),
@@ -158,9 +158,9 @@ def _is_arguments(value: Any, arguments: Mapping[str, Any]) -> bool:
     return bool(value == arguments)
 
 
-def _envelope_cores(turn: str, asked: Asked, envelope: Envelope) -> list[Core] | None:
+def _envelope_cores(turn: str, probe: ProbeAnswer, envelope: Envelope) -> list[Core] | None:
     found = list[Core]()
-    for place, arguments in enumerate(asked.calls):
+    for place, arguments in enumerate(probe.calls):
         begun = found[-1].end if found else 0
         fits = [
             Core(start, end)
@@ -174,10 +174,10 @@ def _envelope_cores(turn: str, asked: Asked, envelope: Envelope) -> list[Core] |
     return found
 
 
-def _form_cores(turn: str, asked: Asked, form: Arguments) -> list[Core] | None:
+def _form_cores(turn: str, probe: ProbeAnswer, form: Arguments) -> list[Core] | None:
     """Return where arguments are that are not a JSON object."""
     found, at = list[Core](), 0
-    for place, arguments in enumerate(asked.calls):
+    for place, arguments in enumerate(probe.calls):
         pairs = list(arguments.items())
         if not pairs or (named := turn.find(NAMES[place], at)) < 0 or (key := turn.find(pairs[0][0], named)) < 0:
             return None

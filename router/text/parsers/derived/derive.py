@@ -109,17 +109,17 @@ def _begun(prompt: str, turns: Sequence[str]) -> int:
 def _call_cases(template: Template) -> Iterator[_Case]:
     for kind, ids in ((_OBJECTS, IDS), (_TEXTS, IDS), (_NAMED_IDS, NAMED_IDS)):
         as_text = kind == _TEXTS
-        for name, asked in CALLS.items():
-            yield kind, name, _prompt(template, asked.messages(as_text=as_text, ids=ids))
+        for name, probe in CALLS.items():
+            yield kind, name, _prompt(template, probe.messages(as_text=as_text, ids=ids))
         yield kind, _OPENAI, _prompt(template, CALLS["one"].messages(as_text=as_text, ids=(OPENAI_ID,)))
 
 
 def _reasoning_cases(template: Template) -> Iterator[_Case]:
     for kind in _REASONING_KINDS:
         key, _, thinks = kind.partition(" ")
-        for name, asked in REASONING.items():
+        for name, probe in REASONING.items():
             variables = _THINKS if thinks else {}
-            yield kind, name, _prompt(template, asked.messages(key=key), variables=variables)
+            yield kind, name, _prompt(template, probe.messages(key=key), variables=variables)
 
 
 def _prompt(

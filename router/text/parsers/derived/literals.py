@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_DEPTH = 50
 """Largest nesting depth, since the reader is recursive."""
-FOLLOWING = 80
+MAX_BLANKS = 80
 """Blanks after a string that may precede the sign by which its end is known, in characters."""
 _NUMBER = re.compile(r"[+-]?\d{1,400}(?:\.\d{1,400})?(?:[eE][+-]?\d{1,3})?(?![\w.])")
 _WORD = re.compile(r"[\w.-]{1,256}")
@@ -38,8 +38,8 @@ class Quotes:
         _, close, escaped = opened
         at = max(at, start)
         while (found := text.find(close, at)) >= 0:
-            weak = len(close) == 1 and not _follows_string(text, found + 1)
-            if not (_is_escaped(text, start, found) if escaped else weak):
+            is_ambiguous = len(close) == 1 and not _follows_string(text, found + 1)
+            if not (_is_escaped(text, start, found) if escaped else is_ambiguous):
                 return found
             at = found + 1
         return -1
@@ -53,7 +53,7 @@ def _is_escaped(text: str, start: int, at: int) -> bool:
 
 
 def _follows_string(text: str, at: int) -> bool:
-    rest = text[at : at + FOLLOWING].lstrip()
+    rest = text[at : at + MAX_BLANKS].lstrip()
     return not rest or rest[0] in ",)]}:"
 
 
@@ -205,7 +205,7 @@ class LiteralEnd:
         self._quotes = quotes
         self._open: list[str] = []
         self._string: tuple[str, str, bool] | None = None
-        self._begun = self._sought = 0
+        self._begun = self._searched_to = 0
         self.broken = False
 
     def find(self, text: str, at: int, *, ended: bool) -> tuple[int, bool]:
@@ -213,15 +213,15 @@ class LiteralEnd:
         longest = max(map(len, self._quotes.own))
         while at < len(text) and not self.broken:
             if self._string is not None:
-                found = self._quotes.end(text, self._begun, self._string, self._sought)
+                found = self._quotes.end(text, self._begun, self._string, self._searched_to)
                 if found < 0 or (not ended and self._is_open(text, found)):
-                    self._sought = len(text) - len(self._string[1]) - 1 if found < 0 else found
+                    self._searched_to = len(text) - len(self._string[1]) - 1 if found < 0 else found
                     return at, False
                 at, self._string = found + len(self._string[1]), None
             elif len(text) - at < longest and not ended and self._quotes.own[0].startswith(text[at:]):
                 return at, False
             elif (opened := self._quotes.opened(text, at)) is not None:
-                self._string, self._begun, self._sought = opened, at + len(opened[0]), 0
+                self._string, self._begun, self._searched_to = opened, at + len(opened[0]), 0
                 at = self._begun
             elif text[at] in _PARTNERS:
                 self._open.append(_PARTNERS[text[at]])
@@ -239,6 +239,6 @@ class LiteralEnd:
     def _is_open(self, text: str, found: int) -> bool:
         """Return whether more text could show that an unescaped closing mark closes nothing."""
         assert self._string is not None
-        following = text[found + 1 : found + 1 + FOLLOWING]
-        weak = not self._string[2] and len(self._string[1]) == 1
-        return weak and len(following) < FOLLOWING and not following.strip()
+        following = text[found + 1 : found + 1 + MAX_BLANKS]
+        is_ambiguous = not self._string[2] and len(self._string[1]) == 1
+        return is_ambiguous and len(following) < MAX_BLANKS and not following.strip()

@@ -59,7 +59,7 @@ TOOLS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProbeAnswer:
     """An answer that a template is to write: calls of NAMES with these arguments, content and reasoning."""
 
     calls: Sequence[Mapping[str, Any]] = ()
@@ -87,27 +87,27 @@ class Asked:
 
 
 _ONE, _TWO = {KEYS[0]: TEXTS[0]}, {KEYS[0]: TEXTS[0], KEYS[1]: TEXTS[1]}
-CALLS: Mapping[str, Asked] = {
-    "plain": Asked(content=CONTENT),
-    "none": Asked([{}]),
-    "one": Asked([_ONE]),
-    "two": Asked([_TWO]),
-    "count": Asked([{COUNTS[0]: NUMBERS[0]}]),
-    "counts": Asked([dict(zip(COUNTS, NUMBERS, strict=True))]),
-    "rough": Asked([{KEYS[0]: ROUGH}]),
-    "slash": Asked([{KEYS[0]: "a\\n'b"}]),
-    "typed": Asked([TYPED]),
-    "tidy": Asked([PLAIN]),
-    "said": Asked([_ONE], content=CONTENT),
-    "thought": Asked([_ONE], reasoning=REASON),
-    "both": Asked([_ONE], content=CONTENT, reasoning=REASON),
-    "several": Asked([_ONE, {KEYS[1]: TEXTS[1]}]),
-    "several_counts": Asked([{COUNTS[0]: NUMBERS[0]}, {COUNTS[1]: NUMBERS[1]}]),
-    "several_rough": Asked([{}, {KEYS[0]: ROUGH, COUNTS[0]: 3}, {KEYS[0]: "x", COUNTS[0]: 1}]),
+CALLS: Mapping[str, ProbeAnswer] = {
+    "plain": ProbeAnswer(content=CONTENT),
+    "none": ProbeAnswer([{}]),
+    "one": ProbeAnswer([_ONE]),
+    "two": ProbeAnswer([_TWO]),
+    "count": ProbeAnswer([{COUNTS[0]: NUMBERS[0]}]),
+    "counts": ProbeAnswer([dict(zip(COUNTS, NUMBERS, strict=True))]),
+    "rough": ProbeAnswer([{KEYS[0]: ROUGH}]),
+    "slash": ProbeAnswer([{KEYS[0]: "a\\n'b"}]),
+    "typed": ProbeAnswer([TYPED]),
+    "tidy": ProbeAnswer([PLAIN]),
+    "said": ProbeAnswer([_ONE], content=CONTENT),
+    "thought": ProbeAnswer([_ONE], reasoning=REASON),
+    "both": ProbeAnswer([_ONE], content=CONTENT, reasoning=REASON),
+    "several": ProbeAnswer([_ONE, {KEYS[1]: TEXTS[1]}]),
+    "several_counts": ProbeAnswer([{COUNTS[0]: NUMBERS[0]}, {COUNTS[1]: NUMBERS[1]}]),
+    "several_rough": ProbeAnswer([{}, {KEYS[0]: ROUGH, COUNTS[0]: 3}, {KEYS[0]: "x", COUNTS[0]: 1}]),
 }
 """Answers whose texts are compared."""
-REASONING: Mapping[str, Asked] = {
-    "said": Asked(content=CONTENT),
-    "thought": Asked(content=CONTENT, reasoning=REASON),
-    "called": Asked([_ONE], reasoning=REASON),
+REASONING: Mapping[str, ProbeAnswer] = {
+    "said": ProbeAnswer(content=CONTENT),
+    "thought": ProbeAnswer(content=CONTENT, reasoning=REASON),
+    "called": ProbeAnswer([_ONE], reasoning=REASON),
 }

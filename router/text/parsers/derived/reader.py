@@ -42,7 +42,7 @@ class SyntaxParser(CallParser):
     def _opened(self, marker: str) -> None:
         if marker in self._closers:
             self._lead = ""
-            self._leave()
+            self._end_call()
             return
         self._raw, self._state = "", "head"
         self._beginning, self._held = self._beginnings[marker], marker + self._held
@@ -59,7 +59,7 @@ class SyntaxParser(CallParser):
         begin = self._frame.begin
         if begin and self._held.startswith(begin):
             self._held, self._lead, self._begun = self._held[len(begin) :], "", 0
-            self._leave()
+            self._end_call()
         elif found.found:
             self._begin(found.end, found.name)
         elif (found.waits or begin.startswith(self._held)) and not self._ended:
@@ -80,9 +80,9 @@ class SyntaxParser(CallParser):
         """Show what was read as text, with `length` more characters; the rest may hold another call."""
         if self._begun:
             self._held, self._begun, length = self._held[self._begun :], 0, 0
-        self._say(self._raw + self._held[:length])
+        self._emit_text(self._raw + self._held[:length])
         self._held = self._held[length:]
-        self._leave()
+        self._end_call()
 
     def _read_arguments(self) -> bool:
         call = self._arguments
@@ -100,7 +100,7 @@ class SyntaxParser(CallParser):
                 self._raw += "".join(call.raw)
                 self._refuse()
             else:
-                self._leave()
+                self._end_call()
         elif call.done:
             self._state = "close"
         else:
@@ -116,7 +116,7 @@ class SyntaxParser(CallParser):
         else:
             if found.waits:
                 self._held = ""
-            self._leave()
+            self._end_call()
         return True
 
     def _read_next(self) -> bool:
@@ -137,7 +137,7 @@ class SyntaxParser(CallParser):
             self._held = ""
         elif (rest := self._held.lstrip()).startswith(mark := first_unit(self._syntax.closing.lstrip())):
             self._held = rest[len(mark) :] if mark else self._held
-        self._leave()
+        self._end_call()
         return True
 
 

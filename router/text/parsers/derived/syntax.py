@@ -171,8 +171,8 @@ class ToolSyntax:
 
     def describe(self) -> str:
         """Describe the syntax in one line, by example."""
-        told = (self.head, *(() if self.envelope is None else (self.envelope.before, self.envelope.after)))
-        ids = "ids in the call" if ID in "".join(told) else "numbered calls" if INDEX in "".join(told) else "no ids"
+        texts = (self.head, *(() if self.envelope is None else (self.envelope.before, self.envelope.after)))
+        ids = "ids in the call" if ID in "".join(texts) else "numbered calls" if INDEX in "".join(texts) else "no ids"
         several = "several calls" if self.between is not None else "one call"
         return f"{in_one_line(self.pattern())} ({self.form}, {several}, {ids})"
 

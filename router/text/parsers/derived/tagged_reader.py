@@ -38,7 +38,7 @@ class TaggedReader:
         self._state, self._fresh = "opening", list[str]()
         self._key = ""
         self._wrapped = self._begun = False
-        self._count = self._sought = 0
+        self._count = self._searched_to = 0
         self._is_text: bool | None = None
         """Whether the value is a string, if its marks or the tool's schema say so."""
 
@@ -92,7 +92,7 @@ class TaggedReader:
         self._is_text = None if form.before_text == form.before_other else mark == form.before_text
         if kinds(properties(self._parameters).get(self._key), self._parameters) == {"string"}:
             self._is_text = True
-        self._sought, self._begun = 0, False
+        self._searched_to, self._begun = 0, False
         return self._step(Match(end), "wrapper" if form.wrapped[0] else "value", text, ended)
 
     def _read_wrapper(self, text: str, at: int, ended: bool) -> int:
@@ -109,7 +109,7 @@ class TaggedReader:
         mark = close.lstrip()
         blanks = close[: len(close) - len(mark)]
         sought = first_unit(mark)
-        place = text.find(sought, at + self._sought)
+        place = text.find(sought, at + self._searched_to)
         while place >= 0:
             follows = self._follows(mark, text, place, ended)
             if follows.found:
@@ -123,9 +123,9 @@ class TaggedReader:
         if ended or self._is_text or self._wrapped:
             sure = len(text) if ended else sure
             self._show(text[at:sure])
-            self._sought = max(0, place - sure)
+            self._searched_to = max(0, place - sure)
             return sure
-        self._sought = max(0, sure - at)
+        self._searched_to = max(0, sure - at)
         return -1
 
     def _follows(self, mark: str, text: str, place: int, ended: bool) -> Match:

@@ -35,13 +35,13 @@ def derived_thinking(turns: Mapping[str, str], prompt: str, calls: ToolSyntax | 
 def _end(turn: str, follows: str) -> str:
     """Return the text between reasoning and `follows`."""
     _, found, after = turn.partition(REASON)
-    end, reached, _ = after.partition(follows) if found and follows else ("", "", "")
-    return end.strip() if reached else ""
+    end, separator, _ = after.partition(follows) if found and follows else ("", "", "")
+    return end.strip() if separator else ""
 
 
-def _begin(before: str, end: str, prompt: str, said: str) -> str:
+def _begin(before: str, end: str, prompt: str, answer: str) -> str:
     """Return the mark before reasoning, which the prompt may hold already."""
-    own = before[shared_start(before, said) :].strip()
+    own = before[shared_start(before, answer) :].strip()
     if before.startswith(prompt) and (rest := before[len(prompt) :].strip()):
         return own if own[:1] in ("<", "[") and rest.endswith(own) else rest
     if prompt.startswith(before) and (rest := prompt[len(before) :].strip()) and end not in rest:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvferry.router.text.parsers.derived.probes import CALLS, NAMES, PARAMETERS, Asked
+from kvferry.router.text.parsers.derived.probes import CALLS, NAMES, PARAMETERS, ProbeAnswer
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import ToolSyntax
 from kvferry.router.text.parsers.parsed_output import CallParser
@@ -35,10 +35,10 @@ def is_read(make: Maker, texts: Mapping[str, str], syntax: ToolSyntax | None) ->
     return bool(required) and all(reads_back(make, CALLS[name], texts[name]) for name in required)
 
 
-def reads_back(make: Maker, asked: Asked, text: str) -> bool:
+def reads_back(make: Maker, probe: ProbeAnswer, text: str) -> bool:
     """Return whether the text of an answer is read as its calls, at once and in single characters."""
-    wanted = [(NAMES[place % len(NAMES)], _canonical(arguments)) for place, arguments in enumerate(asked.calls)]
-    return all(calls_in(make(_TOOLS), pieces) == wanted for pieces in ([text], list(text)))
+    expected = [(NAMES[place % len(NAMES)], _canonical(arguments)) for place, arguments in enumerate(probe.calls)]
+    return all(calls_in(make(_TOOLS), pieces) == expected for pieces in ([text], list(text)))
 
 
 _TOOLS = dict.fromkeys(NAMES, PARAMETERS)

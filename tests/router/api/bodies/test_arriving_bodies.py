@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.router.api.bodies.reader import PER_SOURCE
+from kvferry.router.api.bodies.reader import MAX_PER_SOURCE
 from kvferry.router.tenants.keys import entry
 from tests.api_parts import Api, FakeCluster, error_of, says
 
@@ -40,11 +40,11 @@ async def test_unfinished_bodies(tmp_path: Path, keys: bool) -> None:
     settings: dict[str, Any] = {"api_keys": str(file)} if keys else {}
     api = Api(FakeCluster(says("Yes.")), max_body_mib=1, **settings)
     end = asyncio.Event()
-    first = await held(api, "a", end, PER_SOURCE)
+    first = await held(api, "a", end, MAX_PER_SOURCE)
     (beyond,) = await held(api, "a", end, 1)
     assert error_of(await beyond)["code"] == "overloaded", "of one source"
     if keys:
-        others = await held(api, "b", end, PER_SOURCE)
+        others = await held(api, "b", end, MAX_PER_SOURCE)
         (all_too_many,) = await held(api, "c", end, 1)
         assert (await all_too_many).status_code == 429, "of all together"
         first += others

@@ -11,11 +11,11 @@ import pytest
 
 from kvferry.protocol.errors import Cancelled, Overloaded
 from kvferry.router.api.bodies.parse_pacing import (
-    COUNTED,
+    COUNT_BYTES,
     CREDIT_S,
     LONG_S,
-    PATIENCE_S,
-    SHARE,
+    MAX_WAIT_S,
+    PARSING_SHARE,
     ParsePacing,
     counted,
     measured_s,
@@ -40,12 +40,12 @@ async def test_short_ones_never_wait_and_long_ones_share() -> None:
     assert in_time(time.monotonic() - began, 1)
     began = time.monotonic()
     await asyncio.gather(*(pace.turn(LONG_S) for _ in range(4)), *(pace.turn(LONG_S / 2) for _ in range(999)))
-    assert time.monotonic() - began > 3 * LONG_S / SHARE
+    assert time.monotonic() - began > 3 * LONG_S / PARSING_SHARE
 
 
 async def test_what_would_wait_too_long_is_told_to_come_back() -> None:
     pace = ParsePacing()
-    await pace.turn(CREDIT_S + (PATIENCE_S + 1) * SHARE)
+    await pace.turn(CREDIT_S + (MAX_WAIT_S + 1) * PARSING_SHARE)
     began = time.monotonic()
     with pytest.raises(Overloaded) as caught:
         await pace.turn(LONG_S)
@@ -66,7 +66,7 @@ async def test_one_source_does_not_push_out_others() -> None:
     asked = [asyncio.create_task(one(f"a{number}", LONG_S)) for number in range(4)]
     left = asyncio.create_task(one("b-left", LONG_S))
     await asyncio.sleep(0)
-    beyond = PATIENCE_S * SHARE
+    beyond = MAX_WAIT_S * PARSING_SHARE
     asked.append(asyncio.create_task(one("b", LONG_S)))
     asked.append(asyncio.create_task(one("a-huge", beyond)))
     await asyncio.sleep(0)
@@ -96,8 +96,8 @@ async def test_one_that_leaves_as_its_turn_comes_holds_up_no_other() -> None:
     await pace.turn(CREDIT_S + LONG_S, "a")
     leaves, stays = (asyncio.create_task(pace.turn(LONG_S, name)) for name in "bc")
     await asyncio.sleep(0)
-    loop.call_later(LONG_S / SHARE / 2, leaves.cancel)
-    time.sleep(2 * LONG_S / SHARE)  # noqa: ASYNC251 - both timers become due in one turn of the loop
+    loop.call_later(LONG_S / PARSING_SHARE / 2, leaves.cancel)
+    time.sleep(2 * LONG_S / PARSING_SHARE)  # noqa: ASYNC251 - both timers become due in one turn of the loop
     await asyncio.wait_for(stays, 20)
     assert leaves.cancelled()
 
@@ -112,12 +112,12 @@ async def test_a_body_whose_client_leaves_does_not_wait_for_its_turn() -> None:
         await leaves.wait()
         return {"type": "http.disconnect"}
 
-    await reader._pace.turn(CREDIT_S + (PATIENCE_S - 1) * SHARE)
+    await reader._pace.turn(CREDIT_S + (MAX_WAIT_S - 1) * PARSING_SHARE)
     taking = asyncio.create_task(reader.take(scope, receive))
     await until(lambda: reader._pace._waiting)
     leaves.set()
     with pytest.raises(Cancelled):
-        await asyncio.wait_for(taking, PATIENCE_S / 2)
+        await asyncio.wait_for(taking, MAX_WAIT_S / 2)
     assert not reader._held
     assert not reader._pace._waiting
 
@@ -133,7 +133,7 @@ def fastest_s(work: Callable[[], object]) -> float:
 
 
 async def test_counts_are_exact() -> None:
-    for data in (b"", b",", b"a" * COUNTED + b",{", b",[" * COUNTED, (b"a" * 999 + b'{"a":[1,2]}') * 3000):
+    for data in (b"", b",", b"a" * COUNT_BYTES + b",{", b",[" * COUNT_BYTES, (b"a" * 999 + b'{"a":[1,2]}') * 3000):
         assert await counted(data) == (data.count(b","), data.count(b"{"), data.count(b"["))
 
 

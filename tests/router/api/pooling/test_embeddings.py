@@ -17,7 +17,7 @@ import pytest
 from kvferry.model_files.pooling_config import PoolingConfig
 from kvferry.protocol.errors import KvferryError, NoNodes
 from kvferry.protocol.work import Embed
-from kvferry.router.api.pooling.pooling_outputs import AT_ONCE
+from kvferry.router.api.pooling.pooling_outputs import MAX_CONCURRENT
 from kvferry.router.dispatch.interface import Output, RequestSpec
 from tests.api_parts import Api, FakeCluster, demo_text, error_of, ids_of, served
 
@@ -155,14 +155,14 @@ async def test_an_encoder_generates_nothing(path: str) -> None:
 
 async def test_no_more_than_a_window_is_with_the_nodes() -> None:
     api = api_of(gap_s=0.01)
-    asked = asyncio.create_task(embed(api, input=[[1]] * (3 * AT_ONCE)))
+    asked = asyncio.create_task(embed(api, input=[[1]] * (3 * MAX_CONCURRENT)))
     most = 0
     while not asked.done():
         running = sum(not dispatch.yielded for dispatch in api.cluster.dispatches)
         most = max(most, running)
         await asyncio.sleep(0.001)
-    assert len((await asked).json()["data"]) == 3 * AT_ONCE
-    assert 1 < most <= AT_ONCE
+    assert len((await asked).json()["data"]) == 3 * MAX_CONCURRENT
+    assert 1 < most <= MAX_CONCURRENT
 
 
 async def test_the_first_failure_ends_all_and_is_the_answer() -> None:

@@ -160,7 +160,7 @@ async def test_a_short_request_cannot_ask_for_a_long_item_any_number_of_times(mo
         "/v1/responses", json={"input": [reference, {"role": "user", "content": "x"}, reference]}
     )
     assert (twice.status_code, error_of(twice)["param"]) == (400, "input[2].id")
-    monkeypatch.setattr("kvferry.router.api.responses.stored_responses.LONGEST", 100)
+    monkeypatch.setattr("kvferry.router.api.responses.stored_responses.MAX_RECORD_BYTES", 100)
     long = await api.http.post("/v1/responses", json={"input": [reference]})
     assert (long.status_code, error_of(long)["param"]) == (400, "input[0]")
     assert "100 bytes" in error_of(long)["message"]
