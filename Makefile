@@ -255,7 +255,7 @@ bench-simulated: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.simulated $(ARGS)
 
 bench-targets: $(VENV)/test.done $(VENV)/model.done
-	$(BIN)/python -m benchmarks.targets $(ARGS)
+	$(BIN)/python -m benchmarks.latency_targets $(ARGS)
 
 bench-embed: $(VENV)/test.done $(VENV)/model.done
 	$(BIN)/python -m benchmarks.embedding $(ARGS)

@@ -29,7 +29,7 @@ from kvferry.protocol.hashing import chain as hashes_of
 from kvferry.protocol.hashing import root_hash
 from kvferry.protocol.index_rows import alone, rows_of
 from kvferry.protocol.lease import Load, NodeLease, Rates
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.model_cluster import ModelCluster
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from docs.markdown import markdown_table
 from kvferry.protocol import errors, layout
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.version import VERSION
 from kvferry.router.api.app import create_app

@@ -18,9 +18,9 @@ from kvferry.cli.options import flag
 from kvferry.protocol.adapter_metrics import AdapterMetrics
 from kvferry.protocol.common_settings import CommonSettings
 from kvferry.protocol.epp_settings import EppSettings
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelRegistry
 from kvferry.protocol.node_settings import AdapterSettings
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings, ServeSettings, WorkerSettings
 from kvferry.protocol.speech_metrics import SpeechMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from kvferry.protocol.adapter_metrics import AdapterMetrics
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 
 Json = dict[str, Any]

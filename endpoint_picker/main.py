@@ -17,7 +17,7 @@ from kvferry.cluster_state.seal import Seal
 from kvferry.endpoint_picker.services import Services
 from kvferry.protocol.epp_settings import EppSettings
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.main import GC_THRESHOLD, HURRY_S, SWITCH_S, Store
 from kvferry.router.tenants.tenant_registry import TenantRegistry

@@ -17,7 +17,7 @@ from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import NoNodes, Overloaded
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.layout import blocks_for
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.prefixes import Remembered
 from kvferry.router.dispatch.timers import Backoff

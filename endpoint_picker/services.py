@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.endpoint_picker.picker import Picker
 from kvferry.protocol.epp_settings import EppSettings
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.generation_route import InflightLimit
 from kvferry.router.api.served_models import ServedModels, pool_of

@@ -8,8 +8,8 @@ from kvferry.protocol import labels
 from kvferry.protocol.canary_metrics import CanaryMetrics
 from kvferry.protocol.fetch_metrics import FetchMetrics
 from kvferry.protocol.media_metrics import MediaMetrics
-from kvferry.protocol.metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvferry.protocol.model_metrics import ModelRegistry
+from kvferry.protocol.router_metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvferry.protocol.scaling_metrics import NodeScaling
 from kvferry.protocol.session_metrics import SessionMetrics
 from kvferry.protocol.speculation_metrics import SpeculationMetrics

@@ -23,7 +23,7 @@ from kvferry.cluster_state.responses import ResponseStore
 from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.cluster_state.seal import Seal
 from kvferry.protocol.errors import RegistryUnavailable
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router import draining
 from kvferry.router.api.app import create_app

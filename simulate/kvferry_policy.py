@@ -12,7 +12,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.placement.rejections import TargetMissed, too_late
 from kvferry.placement.types import Demand
 from kvferry.protocol.errors import NodeLost, NoNodes, Overloaded
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.inflight_prefixes import ExpectedPrefix
 from kvferry.router.dispatch.model_cluster import ModelCluster

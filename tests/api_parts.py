@@ -28,8 +28,8 @@ from kvferry.protocol.errors import InvalidRequest, KvferryError
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.media import RenderRequest
 from kvferry.protocol.messages import TokenLogprobs
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.work import Generate, Grammar

@@ -37,8 +37,8 @@ from kvferry.protocol.messages import (
     StepFrame,
     TokenDelta,
 )
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Missed, Reuse
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.sessions import SessionNotes
 from kvferry.protocol.wire import FrameReader, pack, unpack

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import Rates
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.cluster import RouterCluster

@@ -13,7 +13,7 @@ from kvferry.cluster_state.journals import Journals
 from kvferry.cluster_state.memory_journals import MemoryJournals
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.router_ownership import RouterOwnership
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.sse import COMMENT
 from kvferry.router.batch.batches import Batches

@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from kvferry.engine.events import Admitted, Event, Failed, Generated
 from kvferry.engine.request import Key
 from kvferry.protocol.lease import Load
-from kvferry.protocol.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from kvferry.protocol.router_metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvferry.protocol.token_histogram import TokenHistograms
 from kvferry.worker.service import Base
 

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from kvferry.protocol.errors import Cancelled, KvferryError, Overloaded
 from kvferry.protocol.fast_init import fast_init, replaced
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sessions import session_name
 from kvferry.router.api.bodies.fields import TIER_PRIORITY, TierFields
 from kvferry.router.request_context import RequestContext

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
 from kvferry.cluster_state.responses import ResponseStore
 from kvferry.cluster_state.router_ownership import RouterOwnership
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.adapters import ADAPTER_BODIES, adapter_routes
 from kvferry.router.api.answers import (

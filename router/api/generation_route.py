@@ -10,7 +10,7 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from kvferry.protocol.errors import KvferryError, Overloaded
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.responder import Finishing, Responder, no_chunk

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.labels import ROLES
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.api.answers import Health, Ready, Targets
 from kvferry.router.api.documentation import answers, errors
 from kvferry.router.api.served_models import ServedModels

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
 from kvferry.protocol.hashing import namespace
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.model_metrics import ModelMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.work import Generate, Grammar, Work
 from kvferry.router.api.bodies.context_length import context_exceeded

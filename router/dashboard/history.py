@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.token_histogram import TokenHistograms
 from kvferry.router.dashboard.state import Counts
 from kvferry.runtime.background import background

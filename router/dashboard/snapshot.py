@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvferry.placement.types import NodeKey, Pair
 from kvferry.protocol.labels import NODE_ROLES
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.version import VERSION
 from kvferry.router.dashboard.history import History, sums, total
 from kvferry.router.dashboard.state import Attainment, Blocks, Event, Node, RequestSummary, State, Suspect, Transfer

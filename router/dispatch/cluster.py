@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.wire import pack
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.canary_release import CanaryRelease

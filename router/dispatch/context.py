@@ -8,8 +8,8 @@ from typing import Protocol
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.prefix_reuse import Reuse
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.displacement import Displacement

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvferry.placement.types import NodeKey
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.nodes.checkpoints import Checkpoints
 
 log = logging.getLogger(__name__)

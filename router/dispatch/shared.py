@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.background_calls import BackgroundCalls
 from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.poison_requests import PoisonRequests

@@ -22,7 +22,7 @@ from kvferry.protocol.adapters import AdapterName
 from kvferry.protocol.errors import Fenced, NodeLost
 from kvferry.protocol.labels import NODE_ROLES, NODE_STATES
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.nodes.circuit_breakers import CircuitBreakers
 from kvferry.router.nodes.incompatible_nodes import IncompatibleNodes
 from kvferry.router.nodes.lease_validation import is_same, is_valid

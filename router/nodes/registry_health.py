@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.protocol.errors import RegistryRefuses
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger(__name__)

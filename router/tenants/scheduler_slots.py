@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.fast_init import fast_init
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants.arrival_rate import ArrivalRate
 from kvferry.router.tenants.backlog import Waiting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter
 
 from kvferry.protocol.labels import TOKEN_KINDS
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keyring import Keyring
 from kvferry.router.tenants.limits import Meter

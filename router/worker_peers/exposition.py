@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client import generate_latest
 
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.worker_peers.peers import WorkerPeers
 
 _TENANT = re.compile(rb'[{,]tenant="((?:[^"\\]|\\.)*)"')

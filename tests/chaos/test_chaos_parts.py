@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvferry.cli.supervisor import Supervisor
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.chaos.acts import ACTS
 from tests.chaos.aftermath import INFLIGHT, VIOLATIONS, Aftermath, sample

@@ -19,7 +19,7 @@ from rich.console import Console
 import kvferry.cli.main as command
 from kvferry.cli.top import StateUnavailable, TopOptions, run_top
 from kvferry.cli.top_view import BAR, pool, render, spark
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dashboard.state import Blocks, State
 from tests.api_parts import FakeCluster, app_of, demo_text, says, served

@@ -13,7 +13,7 @@ import pytest
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeTable

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvferry.protocol.adapter_metrics import AdapterMetrics
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import ROOT
 from tests.deploy.prometheus import query

@@ -15,7 +15,7 @@ from prometheus_client import start_http_server
 
 from docs.dashboard import made
 from docs.variables import of_models
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy import dashboard
 from tests.deploy.binaries import ROOT, kubectl_binary, need

@@ -19,8 +19,8 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import InvalidRequest, RoleKept
 from kvferry.protocol.messages import GenerateRequest, PrefillRequest
-from kvferry.protocol.metrics import RouterMetrics
 from kvferry.protocol.roles import ChangeRole
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import pack
 from kvferry.protocol.work import Generate

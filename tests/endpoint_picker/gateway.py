@@ -20,7 +20,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.epp_settings import EppSettings
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_table import NodeTable

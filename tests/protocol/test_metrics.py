@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.token_histogram import TokenHistograms
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.deploy.binaries import need, promtool_binary

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.messages import PrefillRequest
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice, SequenceStream

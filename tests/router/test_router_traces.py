@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from kvferry.protocol.messages import AttemptFailed, PrefillRequest
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from tests.api_parts import app_of, demo_text
 from tests.fake_workers import Answer, Bench, FakeWorker, decode, honest_prefill, prefill
 from tests.otlp_receiver import attributes, traced

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.cluster import RouterCluster

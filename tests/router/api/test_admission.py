@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.protocol.errors import Cancelled, KvferryError, NoNodes
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.request_context import RequestContext

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.api.sequence_stream import Choice, SequenceStream
 from kvferry.router.dispatch.interface import Enough, Output

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.api.bodies.completions import CompletionBody
 from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.served_models import ServedModel, ServedModels

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.app import create_app
 from kvferry.router.api.served_models import ServedModels, pool_of

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.errors import Overloaded
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keys import entry
 from tests.api_parts import Api, FakeCluster, app_of, demo_text, error_of, says, served

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dashboard.page import view
 from tests.api_parts import Api, FakeCluster, app_of, demo_text, says, served

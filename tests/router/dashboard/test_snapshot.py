@@ -15,7 +15,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import Demand, Placement
 from kvferry.protocol.lease import Load, Rates, Sent
 from kvferry.protocol.messages import PrefillRequest, ShipDone
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router import request_log
 from kvferry.router.dashboard.history import History, Reading

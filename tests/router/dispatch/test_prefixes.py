@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.protocol.errors import RegistryUnavailable
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.prefixes import FALLBACK_S, MAX_NODES, Prefixes, Remembered
 from tests.fake_workers import PROMPT, Bench, collect, decode, prefill
 from tests.waiting import until

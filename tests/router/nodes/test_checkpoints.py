@@ -9,7 +9,7 @@ import pytest
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.protocol.hashing import chain, state_hashes
 from kvferry.protocol.index_rows import row_at, rows_of
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.nodes.checkpoints import NEAR, Checkpoints
 

@@ -13,7 +13,7 @@ from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import TierPrefix
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.lease import Load, NodeLease, Rates
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.nodes.capacity_summary import NodeCapacity
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_table import NodeTable

@@ -12,7 +12,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.seal import Seal
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.cluster import RouterCluster

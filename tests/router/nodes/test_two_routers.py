@@ -11,7 +11,7 @@ from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.model_files.model_name import ModelName
 from kvferry.placement.types import Demand
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.nodes.reservations import LEASE_LAG_POLLS

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.placement.capacity import Capacity
 from kvferry.protocol.errors import Overloaded
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.request_context import RequestContext
 from kvferry.router.tenants import scheduler_slots as turns_module
 from kvferry.router.tenants.scheduler_slots import SchedulerSlots, Size, ThroughputEstimate

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.metrics import RouterMetrics
+from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.bodies.completions import CompletionBody

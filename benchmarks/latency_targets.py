@@ -1,6 +1,6 @@
 """Measures goodput with and without latency targets, at a cluster's capacity and beyond it.
 
-    python -m benchmarks.targets [--seconds 30 --rounds 2 --load 1 --load 1.3 --ttft-ms 1000 --itl-ms 80]
+    python -m benchmarks.latency_targets [--seconds 30 --rounds 2 --load 1 --load 1.3 --ttft-ms 1000 --itl-ms 80]
 
 A closed loop of clients finds the capacity in requests per second. Then requests arrive at random at multiples of it,
 alternately under the key of a tenant with both targets and of one with none, on one cluster of the demo model. Goodput
