@@ -1,4 +1,4 @@
-"""Compares gpt-oss with transformers: output tokens per second of a small model of its form, with random weights.
+"""Compares gpt-oss with transformers: prompt and output tokens per second of a small model with random weights.
 
     python -m benchmarks.mixture [--streams 1 8 --prompt 128 --output 32 --rounds 3 --layers 2]
 

@@ -1,4 +1,4 @@
-"""Checks of `serve` and `doctor` that run before any process of a cluster starts; each raises ConfigError.
+"""Checks of `serve` and `doctor` before a start: port, packages, files, Redis, ranks, speech.
 
 `serve` stops at the first failure; `doctor` reports all of them. The one-line message of a ConfigError names the
 remedy.

@@ -1,4 +1,4 @@
-"""Redis client with deadlines, for one server or Sentinels; its errors become RegistryUnavailable, without passwords.
+"""Redis client with deadlines and Sentinels, and runner of Lua scripts; errors become RegistryUnavailable.
 
 After a connection fails, all other connections are re-established before their next use: the name is resolved, the
 password read and the Sentinels queried again. Retries are up to the caller."""

@@ -1,4 +1,4 @@
-"""Detection of a node's rows that the block index has lost, by samples, for example after a Redis restart."""
+"""RowLossDetector: samples a node's rows and decides from a lookup whether the block index lost them all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RowLossDetector:
         return list(dict.fromkeys(each for each in selected if each not in unwritten))
 
     def should_rewrite(self, found: int, sampled: int) -> bool:
-        """Return whether to write all rows again, after `found` of `asked` sampled rows were found."""
+        """Return whether to write all rows again, after `found` of `sampled` rows were found."""
         now = time.monotonic()
         if found >= sampled or now < self._rewritten_at + self._interval_s:
             return False

@@ -1,4 +1,4 @@
-"""Service of an elastic node: holds both roles over one engine and pool, and passes engine events to the current one.
+"""ElasticService: both roles' services over one engine and pool; engine events go to the role of `worker.roles`.
 
 A role changes only when none of its work is running (`worker.roles`), so the inactive service has no state. Work that
 is independent of the role always continues: keeping replicas, fetching, reading tiers and supplying other nodes."""

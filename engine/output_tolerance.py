@@ -1,4 +1,4 @@
-"""Distances between the outputs of two nodes in a canary check, and the tolerance of each number format.
+"""Distances of logits, tokens and KV blocks between two nodes in a canary check, and each format's tolerance.
 
 Nodes with one fingerprint may use different kernels and batches, which round differently.
 

@@ -1,4 +1,4 @@
-"""Attempts of an adapter's decode node: each runs a router's job on the engine and streams the output back."""
+"""Attempts of an adapter's decode node: run jobs on the engine and stream their output (Attempts, FramePacing)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State machine of a ship (transfer of KV blocks) on the sending side, with its timeouts; Sender drives it."""
+"""Ship: state machine of a transfer of KV blocks on the sending side, with its timeouts; Sender drives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interface between a node and its role: Service is implemented by each role, Base holds the node's parts for it."""
+"""Service, a role's half of a node: passes engine events to link and routers; Base, the node's parts for it."""
 
 from __future__ import annotations
 

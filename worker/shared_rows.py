@@ -1,4 +1,4 @@
-"""Host memory that all ranks of a host share, as rows of one KV block each, in a file that only grows."""
+"""Rows of host memory, one per KV block, that a host's ranks share to assemble and split blocks; a file that grows."""
 
 from __future__ import annotations
 

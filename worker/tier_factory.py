@@ -103,7 +103,7 @@ def _open_host(settings: WorkerSettings, parts: EngineParts, copies: Copies | No
         )
     began = time.monotonic()
     tier = open_host(size, parts.layout.block_bytes, copies)
-    log.info("%.2f GiB of host memory for evicted blocks, in %.1f s", size / GIB, time.monotonic() - began)
+    log.info("%.2f GiB of host memory for copies of blocks, in %.1f s", size / GIB, time.monotonic() - began)
     return tier
 
 

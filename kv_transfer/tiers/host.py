@@ -1,4 +1,4 @@
-"""Host memory tier: a local tier over an arena in host memory, for KV blocks that are evicted from a GPU's pool."""
+"""Arena: rows of host memory that hold copies of a GPU's KV blocks, and open_host, a LocalTier over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts a conversation into the form that gpt-oss's (harmony) chat template expects.
+"""Converts conversations and tools for gpt-oss's (harmony) template; restores instructions in the rendered text.
 
 Reasoning, each tool call with its result, and one first message of instructions have separate places. The
 template rejects or drops everything else. Later instructions therefore pass through the template as a marked user

@@ -1,4 +1,4 @@
-"""RenderSlots: limits how many prompts of a model are rendered in child processes at once, fairly over tenants.
+"""RenderSlots: fast and slow places for renderings of a model's prompts in child processes, fair over tenants.
 
 A rendering begins in one of FAST_PLACES and leaves it after SLOW_AFTER_S, so that short ones never wait for a long
 one. Tenants take turns. A tenant whose rendering is slow gets no other place until it ends."""

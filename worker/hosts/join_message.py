@@ -1,4 +1,4 @@
-"""Join message, the first between two hosts of a node (who connects, for what), and the settings that must match."""
+"""JoinMessage, the first between two hosts of a node; checks of a host's settings, and those that must match."""
 
 from __future__ import annotations
 

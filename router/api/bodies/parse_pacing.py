@@ -1,4 +1,4 @@
-"""ParsePacing: delays the parsing of large request bodies, so that it takes a small share of the event loop's time."""
+"""Estimates what parsing a request body costs, and delays large ones, source by source (ParsePacing)."""
 
 from __future__ import annotations
 
