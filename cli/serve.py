@@ -53,7 +53,7 @@ ALL_NODES_S = 10.0
 class Checked:
     """Checked settings and worker plans of a cluster, ready to start.
 
-    settings: with the router's real port. seats: for each model its workers of each role, as in NODE_ROLES."""
+    settings: with the router's real port. plans: for each model its workers of each role, as in NODE_ROLES."""
 
     settings: ServeSettings
     plans: tuple[WorkerPlan, ...]

@@ -35,8 +35,7 @@ class IndexWriter:
     flush_s      seconds for which changes are collected before they are written
     refresh_s    seconds between slow rewrites of all rows, which also compare them with the snapshot
     sample_s     seconds between samples of rows; if one is lost, all rows are slowly written again
-    max_changes  maximum number of changed rows held for the next run; beyond it they are dropped and the snapshot is
-    used
+    max_changes  maximum number of changed rows held for the next run; beyond it the snapshot replaces them
 
     Removals are written before additions, and parents before children, so the index errs towards fewer blocks. After a
     failure everything is written again. A full store is not a failure: removals continue and additions wait. Memory

@@ -46,7 +46,7 @@ class ReplicaInProgress:
     """Copy in flight.
 
     length: number of the stream's blocks that could be copied at the time of the offer. most: maximum number of blocks
-    of the copy. copied: number of the stream's blocks that the buddy has after it. lent_at: time at which the transfer
+    of the copy. copied: number of the stream's blocks that the buddy has after it. held_at: time at which the transfer
     began. took_s: duration of the transfer in seconds. given_up: it ended through no fault of the buddy."""
 
     request: Request

@@ -23,7 +23,7 @@ GONE_S = 15.0
 class EngineWatch:
     """Watches an engine until it ends. fault: why it counts as gone; `gone` is set then.
 
-    heard_at: returns when output came last, in monotonic seconds: an engine too busy to answer is not gone."""
+    last_output_at: returns when output came last, in monotonic seconds: an engine too busy to answer is not gone."""
 
     def __init__(self, engine: Engine, process: str, last_output_at: Callable[[], float] = lambda: 0.0) -> None:
         self._engine, self._process, self._last_output_at = engine, process, last_output_at

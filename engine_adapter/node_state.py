@@ -38,7 +38,7 @@ ASSUMED_SEQS = 256
 
 @dataclass(slots=True)
 class ContinuedStreams:
-    """Counts of streams continued after another node's tokens. swallowed: tokens computed again, not delivered."""
+    """Counts of streams continued after another node's tokens. suppressed: tokens computed again, not delivered."""
 
     resumed: int = 0
     replayed: int = 0

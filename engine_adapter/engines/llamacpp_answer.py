@@ -15,7 +15,7 @@ class Answer:
     """Reads the events of one answer. tokenized: returns the tokens of a text.
 
     The server streams a character of several tokens with its last token alone: the others follow from the character's
-    text, as the tokenizer spells it. ended: the output has its last token. told_end: the server reported it."""
+    text, as the tokenizer spells it. ended: the output has its last token. reported_end: the server reported it."""
 
     def __init__(
         self,

@@ -119,7 +119,7 @@ class Attempt:
         return self._first_seen and not self.decoding and self.decode_node is not None
 
     def stall(self, *, at_fault: bool) -> None:
-        """Fail the attempt: no token came within its share of the deadline. blames: its node is at fault."""
+        """Fail the attempt: no token came within its share of the deadline. at_fault: its node is to blame."""
         error, place = NodeLost("no token within the attempt's share of the deadline"), self.placement
         node = place.decode if self._first_seen else place.prefill or place.decode
         self._unreachable(error, node or place.prefill, at_fault=at_fault)

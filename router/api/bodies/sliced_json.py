@@ -178,7 +178,7 @@ class SlicedJson:
     def _some(self, at: int, opens: bytes, closes: bytes, *, may_be_empty: bool) -> tuple[Any, int, bool]:
         """Return the next items of a list or object, the place after them, and whether they are its last.
 
-        The place is `at` if the next item is too long for a slice. bare: no item came before, so it may be empty."""
+        The place is `at` if the next item is too long for a slice. may_be_empty: no item came before."""
         end = self._end(_SEVERAL, at)
         if end > at:
             return self._parsed(at, end - 1, opens, closes), end, False
