@@ -63,7 +63,7 @@ class LastNodes:
 
     def _read(self) -> list[NodeLease]:
         try:
-            if not 0 <= time.time() - self._path.stat().st_mtime < MAX_AGE_S:
+            if not _is_recent(self._path):
                 return []
             record = self._seal.unwrap(NAME, self._path.read_bytes())
             leases = unpack(record) if record is not None else None
@@ -78,8 +78,16 @@ class LastNodes:
         try:
             make_private_folder(self._path.parent)
             write_whole(self._path, self._seal.wrap(NAME, record))
+            for part in self._path.parent.glob(f"{NAME}.*.part"):  # of routers that were killed while they wrote
+                if not _is_recent(part):
+                    part.unlink(missing_ok=True)
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
                 log.warning("the last known nodes are not saved: %s", reason(error))
             self._is_failing = True
+
+
+def _is_recent(path: Path) -> bool:
+    """Return whether the file is younger than MAX_AGE_S and not of the future."""
+    return 0 <= time.time() - path.stat().st_mtime < MAX_AGE_S

@@ -85,6 +85,15 @@ async def test_only_what_this_cluster_wrote_lately_is_read(tmp_path: Path, caplo
     assert "cannot be read" in caplog.text
 
 
+async def test_parts_of_killed_routers_do_not_stay(tmp_path: Path) -> None:
+    old = time.time() - MAX_AGE_S - 1
+    for name, age in (("0a", old), ("1b", time.time())):
+        (tmp_path / f"{NAME}.{name}.part").write_bytes(b"")
+        os.utime(tmp_path / f"{NAME}.{name}.part", (age, age))
+    await saved(LastNodes(tmp_path), D1)
+    assert sorted(os.listdir(tmp_path)) == [NAME, f"{NAME}.1b.part"]
+
+
 async def test_a_disk_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     nodes = LastNodes(tmp_path / "file")
