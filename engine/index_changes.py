@@ -10,7 +10,7 @@ from kvferry.protocol.index_rows import behind
 class IndexChanges:
     """Changes reported by the pool, on its thread.
 
-    stored, removed: hashes and rows since the last `drain`; none is in both. untiered: blocks that tiers do not keep."""
+    stored, removed: hashes and rows since the last `drain`; none is in both. untiered: blocks that no tier keeps."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, bytes] = {}

@@ -97,7 +97,7 @@ class Attempts:
     counted     called with the outcome of each attempt: done, cancelled or failed
     arrived     called after each attempt whose blocks came from another engine, with its call
 
-    last_output_at: time of the last output of any call, in monotonic seconds. cancel, router_lost: see `AttemptTable`."""
+    last_output_at: time of any call's last output, in monotonic seconds. cancel, router_lost: see `AttemptTable`."""
 
     def __init__(
         self,
