@@ -30,7 +30,7 @@ def _look(path: Path, engine: Callable[[], Any]) -> None:
 def describe(engine: Any) -> str:
     """Of an engine, on its thread: blocks, and the queue with its head."""
     pool, table, size = engine.pool, engine.request_table, engine.config.block_size
-    granted = [request for request in table.seated if request.grant is not None]
+    granted = [request for request in table.holding_blocks if request.grant is not None]
     prompts = [request for request in table.running if not request.decodes]
     told = (
         f"{pool.free_blocks} blocks free, {pool.cached_blocks} cached, "

@@ -189,7 +189,7 @@ def test_redis_dies_and_streams_go_on(cluster: LocalCluster, other: OtherRouter)
     assert heard.texts() == undisturbed.texts()
     lost = httpx.post(cluster.url + path, json={**body, "stream": True}, headers={"last-event-id": heard.last_id})
     assert lost.status_code in (404, 503)
-    assert "taken up" in lost.json()["error"]["message"]
+    assert "resumed" in lost.json()["error"]["message"]
 
 
 def test_serve_with_two_routers(model: tuple[str, ...]) -> None:
