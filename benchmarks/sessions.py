@@ -127,7 +127,7 @@ async def agents(url: str, seconds: float, blocks: int) -> None:
         await asyncio.gather(*(agent(http, own, number, until) for number in range(AGENTS)), once(http, others, until))
     print(f"agents: {own}\nonce:   {others}")
     for order in ("lru", SLRU, "value", ORACLE) if blocks else ():
-        # Prompts that come once find nothing.
+        # Prompts that are sent once find nothing.
         print(f"replay, {order}: {100 * replayed(order, blocks, own.sent + others.sent) / own.prompt:.1f} %")
 
 

@@ -1,4 +1,4 @@
-"""RowLossDetector: samples a node's rows and decides from a lookup whether the block index lost them all."""
+"""RowLossDetector: samples a node's rows; decides to rewrite all rows if the block index has lost any of the sample."""
 
 from __future__ import annotations
 

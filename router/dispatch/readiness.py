@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvferry.router.nodes.node_table import NodeTable
 
-REASON = "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
+INCOMPATIBLE = (
+    "the only nodes that can decode are of another wire version or cluster secret, and this router cannot use them"
+)
 
 
 class Readiness:
@@ -21,7 +23,7 @@ class Readiness:
         if self._is_ready:
             return ""
         others = self._nodes.incompatible_nodes.roles["decode"]
-        why = "" if self._decodes() else self._nodes.registry_health.trouble or (REASON if others else "")
+        why = "" if self._decodes() else self._nodes.registry_health.trouble or (INCOMPATIBLE if others else "")
         self._is_ready = not why
         return why
 

@@ -62,8 +62,8 @@ class CapacitySummary:
 
     def update(self) -> None:
         """Apply the pending updates."""
-        schedule, self._pending = self._pending, {}
-        for update in schedule:
+        pending, self._pending = self._pending, {}
+        for update in pending:
             update()
 
     def change(self, key: NodeKey, view: NodeView | None, before: NodeCapacity, after: NodeCapacity) -> None:
