@@ -140,6 +140,7 @@ inline void tile_products8(int to, int x, int y) {
 }  // namespace
 
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
@@ -149,6 +150,7 @@ inline void tile_products8(int to, int x, int y) {
 #define _tile_release emulated::tile_release
 #define _tile_zero emulated::tile_zero
 #define _tile_loadd emulated::tile_load
+#define _tile_stream_loadd emulated::tile_load
 #define _tile_stored(tile, to, stride) emulated::tile_store(tile, to, stride)
 #define _tile_dpbf16ps emulated::tile_products_bf16
 #define _tile_dpbssd (emulated::tile_products8<int8_t, int8_t>)

@@ -198,6 +198,12 @@ inline __m512 fused(__m512 a, __m512 b, __m512 sums) {
 }
 
 inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a, narrowed); }
+inline __m512bh to_bf16_pair(__m512 upper, __m512 lower) {
+  const __m256bh halves[2] = {to_bf16(lower), to_bf16(upper)};
+  __m512bh both;
+  std::memcpy(&both, halves, sizeof both);
+  return both;
+}
 
 }  // namespace emulated
 }  // namespace
@@ -234,6 +240,7 @@ inline __m256bh to_bf16(__m512 a) { return each<uint16_t, __m256bh, uint32_t>(a,
 #define _mm512_dpbf16_ps emulated::add_products_bf16
 #define _mm512_fmadd_ps emulated::fused
 #define _mm512_cvtneps_pbh emulated::to_bf16
+#define _mm512_cvtne2ps_pbh emulated::to_bf16_pair
 
 #if defined(EMULATED_AMX)
 #include "amx.h"

@@ -33,21 +33,22 @@ KVF_INLINE void zero_sums(bool both) {
   _tile_zero(3);
 }
 
-KVF_INLINE void load_sums(const float* sums, bool both) {
+// sums: of rows `step` floats apart.
+KVF_INLINE void load_sums(const float* sums, bool both, int64_t step = kPanel) {
   Tiles::settle(sums);
-  _tile_loadd(0, sums, kTileStride);
-  _tile_loadd(1, sums + kTileRows, kTileStride);
+  _tile_loadd(0, sums, 4 * step);
+  _tile_loadd(1, sums + kTileRows, 4 * step);
   if (!both) return;
-  _tile_loadd(2, sums + kTileRows * kPanel, kTileStride);
-  _tile_loadd(3, sums + kTileRows * kPanel + kTileRows, kTileStride);
+  _tile_loadd(2, sums + kTileRows * step, 4 * step);
+  _tile_loadd(3, sums + kTileRows * step + kTileRows, 4 * step);
 }
 
-KVF_INLINE void store_sums(float* sums, bool both) {
-  _tile_stored(0, sums, kTileStride);
-  _tile_stored(1, sums + kTileRows, kTileStride);
+KVF_INLINE void store_sums(float* sums, bool both, int64_t step = kPanel) {
+  _tile_stored(0, sums, 4 * step);
+  _tile_stored(1, sums + kTileRows, 4 * step);
   if (both) {
-    _tile_stored(2, sums + kTileRows * kPanel, kTileStride);
-    _tile_stored(3, sums + kTileRows * kPanel + kTileRows, kTileStride);
+    _tile_stored(2, sums + kTileRows * step, 4 * step);
+    _tile_stored(3, sums + kTileRows * step + kTileRows, 4 * step);
   }
   Tiles::settle(sums);
 }
@@ -71,45 +72,6 @@ inline __attribute__((noinline)) void tile_products(const bf16* x, int64_t step,
       tile_step(from + 2 * k, step, panel + k * kTileStride, both);
       if (k + 2 * kTileDepth > pairs) store_sums(to, both);  // another depth follows, or nothing
     }
-  }
-}
-
-// Calls emit(row, values [kPanel]) for each of `rows` rows of x (`step` elements apart). What is emitted of a block of rows
-// is made while tiles multiply the next one, so neither waits for the other.
-template <class Emit>
-KVF_INLINE void overlapped_products(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel, int64_t pairs, Emit emit) {
-  alignas(64) float sums[2][kTwoTiles * kPanel];
-  Tiles tiles;
-  Tiles::settle(x);
-  const int64_t steps = pairs / kTileDepth, left = pairs % kTileDepth, blocks = (rows + kTwoTiles - 1) / kTwoTiles;
-  for (int64_t block = 0, row = 0, end = 0; block <= blocks; ++block) {
-    const int64_t base = block * kTwoTiles, count = rows - base < kTwoTiles ? rows - base : kTwoTiles;
-    const bool works = block < blocks, both = count > kTileRows;
-    const int64_t share = (end - row + steps - 1) / steps;  // rows of the block before, with each step
-    float *made = sums[(block + 1) % 2], *to = sums[block % 2];
-    const bf16* from = x + base * step;
-    if (works) {
-      tiles.shape(count, kTileDepth);
-      zero_sums(both);
-    }
-    for (int64_t k = 0; k < steps; ++k) {
-      if (works) {
-        const uint8_t* at = panel + k * kTileDepth * kTileStride;
-        if (block == 0)
-          for (int i = 0; i < kTileDepth * kTileStride; i += 64) __builtin_prefetch(at + kTileAhead + i);
-        tile_step(from + 2 * k * kTileDepth, step, at, both);
-      }
-      for (const int64_t stop = end - row < share ? end : row + share; row < stop; ++row, made += kPanel) emit(row, made);
-    }
-    if (!works) break;
-    if (left > 0) {
-      store_sums(to, both);
-      tiles.shape(count, left);
-      load_sums(to, both);
-      tile_step(from + 2 * steps * kTileDepth, step, panel + steps * kTileDepth * kTileStride, both);
-    }
-    store_sums(to, both);
-    row = base, end = base + count;
   }
 }
 
@@ -211,15 +173,6 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
       tile_products(from, step, count, panel, pairs, sums);
     for (int64_t r = 0; r < count; ++r) emit(base + r, sums + r * kPanel);
   }
-}
-
-// The same of dense layers, whose panels are long: what is emitted is made while tiles multiply.
-template <class Emit>
-KVF_INLINE void long_product(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel, int64_t pairs, Emit emit) {
-  if (rows > kTileRows && pairs >= kTileDepth)
-    overlapped_products(x, step, rows, panel, pairs, emit);
-  else
-    panel_product(x, step, rows, panel, pairs, emit);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kBlock = kPrefillBlock;
-static_assert(kScoredRows % kLanes == 0, "the state of rows is written in whole vectors");
+static_assert(kGroupRows % kLanes == 0, "the state of rows is written in whole vectors");
+static_assert(kGroupRows * kScoreStep <= kScoredRows * kBlock, "a group's scores have room");
 
 // What query rows carry from block to block: total [rows][dims.v], highest and weight, one behind the other.
 struct BlockBuffers {
@@ -28,8 +29,9 @@ struct BlockBuffers {
     highest = total + rows * dims.v;
     weight = highest + states;
     kept = weight + states;
-    weights = reinterpret_cast<bf16*>(kept + states);
-    q = weights + kScoredRows * kBlock;
+    auto* behind = reinterpret_cast<bf16*>(kept + states);
+    weights = kWeightStep > kScoreStep ? reinterpret_cast<bf16*>(scores) : behind;
+    q = behind + kScoredRows * kBlock;
   }
 };
 
@@ -38,25 +40,22 @@ struct BlockBuffers {
 inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_t rows, const PackedPositions& block,
                                                    int64_t width, const Sight& sight, const Scoring& scoring) {
   const bool plain = block.k_scales == nullptr && scoring.cap == 0;
-  for (int64_t first = 0; first < rows; first += kScoredRows) {
-    const int64_t height = rows - first < kScoredRows ? rows - first : kScoredRows, last = first + height - 1;
+  Tiles tiles;
+  for (int64_t first = 0; first < rows; first += kGroupRows) {
+    const int64_t height = rows - first < kGroupRows ? rows - first : kGroupRows, last = first + height - 1;
     const int64_t near = sight.near(last, width);
-    for (int64_t j = 0; j < near; j += kPanel)
-      panel_sums(b.q + first * b.dims.k, b.dims.k, height, block.k + j * b.dims.k * 2, b.dims.k / 2, b.scores + j, kBlock,
-                 nullptr);
+    multiply_keys(tiles, b.q + first * b.dims.k, b.dims.k, height, block.k, near, b.scores);
     for (int64_t row = 0; !plain && row < height; ++row)
-      scale_scores(b.scores + row * kBlock, near, scoring, block.k_scales);
+      scale_scores(b.scores + row * kScoreStep, near, scoring, block.k_scales);
     if (sight.partial(first, near))
-      for (int64_t row = 0; row < height; ++row) sight.hide(first + row, b.scores + row * kBlock, near);
+      for (int64_t row = 0; row < height; ++row) sight.hide(first + row, b.scores + row * kScoreStep, near);
     for (int64_t row = 0; row < height; row += kLanes) {
       const RowState state{b.highest + first + row, b.weight + first + row, b.kept + first + row};
       const auto weigh = block.v_scales == nullptr ? weigh_rows<false> : weigh_rows<true>;
-      weigh(b.scores + row * kBlock, kBlock, height - row < kLanes ? height - row : kLanes, near,
-            plain ? scoring.scale : 1.0f, block.v_scales, state, b.weights + row * kBlock);
+      weigh(b.scores + row * kScoreStep, kScoreStep, height - row < kLanes ? height - row : kLanes, near,
+            plain ? scoring.scale : 1.0f, block.v_scales, state, b.weights + row * kWeightStep, kWeightStep);
     }
-    for (int64_t part = 0; part < b.dims.v / kPanel; ++part)
-      panel_sums(b.weights, kBlock, height, block.v + part * block.v_step, near / 2,
-                 b.total + first * b.dims.v + part * kPanel, b.dims.v, b.kept + first);
+    multiply_values(tiles, b.weights, height, block.v, block.v_step, near, b.total + first * b.dims.v, b.dims.v, b.kept + first);
   }
 }
 

@@ -4,32 +4,61 @@
 #include "code_product.h"
 #include "product.h"
 
+#if defined(__AMX_BF16__)
+#include "dense_tiles.h"
+#endif
+
 namespace kvferry {
 namespace {
 
-// Rows of x as the panels of a layer take them: bfloat16 (`step` elements apart), and quantised where some panel needs it.
+// Rows of x as the panels of a layer take them: bfloat16 (`step` elements apart), and quantised or as tiles where panels need
+// it.
 struct Inputs {
   const bf16* x;
   int64_t step;
   Quantised codes;
+  const bf16* tiled;
 };
 
-// The rows `own` are quantised into `memory` (quantised_bytes() of all rows); all rows must be before a product.
+// Whether the rows are multiplied by tiles that read them in an order of their own.
+KVF_INLINE bool takes_tiles(const Dense& dense, int64_t rows) {
+#if defined(__AMX_BF16__)
+  return rows > kUntiledRows && !dense.quantised && dense.in % kStepInputs == 0;
+#else
+  (void)dense, (void)rows;
+  return false;
+#endif
+}
+
+// Whether inputs_of() does more than name the rows.
+KVF_INLINE bool prepares(const Dense& dense, int64_t rows) { return dense.quantised || takes_tiles(dense, rows); }
+
+// The rows `own` are quantised or tiled into `memory` (inputs_bytes() of all rows); all rows must be before a product.
 KVF_INLINE Inputs inputs_of(const Dense& dense, const bf16* x, int64_t step, int64_t rows, uint8_t* memory, Share own) {
-  const Inputs inputs{x, step, Quantised(memory, rows, dense.in)};
-  if (dense.quantised)
-    for (int64_t row = own.begin; row < own.end; ++row) inputs.codes.quantise(row, x + row * step);
+  auto* tiled = takes_tiles(dense, rows) ? reinterpret_cast<bf16*>(memory) : nullptr;
+  const Inputs inputs{x, step, Quantised(memory, rows, dense.in), tiled};
+  for (int64_t row = own.begin; dense.quantised && row < own.end; ++row) inputs.codes.quantise(row, x + row * step);
+#if defined(__AMX_BF16__)
+  for (int64_t row = own.begin; tiled != nullptr && row < own.end; ++row) tile_row(x + row * step, dense.in, row, tiled);
+#endif
   return inputs;
 }
 
-// Calls emit(row, values [kPanel]) for rows [first, first + rows) of the inputs, without bias.
-template <class Emit>
-KVF_INLINE void multiply(const Inputs& inputs, int64_t first, int64_t rows, const Dense& dense, int64_t panel,
+// Calls emit(row, values [kPanel]) for rows [first, first + rows) of the inputs, without bias. place(row): where that row will
+// be stored, of which tiles ask for the line beforehand.
+template <class Place, class Emit>
+KVF_INLINE void multiply(const Inputs& inputs, int64_t first, int64_t rows, const Dense& dense, int64_t panel, Place place,
                          Emit emit) {
   const Panel &weights = dense.panels[panel], &next = dense.panels[panel + 1 < dense.count() ? panel + 1 : panel];
+  const auto shifted = [&](int64_t row, float* values) { emit(first + row, values); };
+#if defined(__AMX_BF16__)
+  if (inputs.tiled != nullptr)
+    return tiled_products(inputs.tiled + first * dense.in, dense.in, rows, weights.data, next.data, shifted,
+                          [&](int64_t row) { return place(first + row); });
+#endif
+  (void)place;
   if (weights.form == Form::bf16)
-    long_product(inputs.x + first * inputs.step, inputs.step, rows, weights.data, dense.in / 2,
-                 [&](int64_t row, float* values) { emit(first + row, values); });
+    panel_product(inputs.x + first * inputs.step, inputs.step, rows, weights.data, dense.in / 2, shifted);
   else
     code_product(inputs.codes, first, rows, weights, next.data, emit);
 }
@@ -77,10 +106,12 @@ struct PanelItems {
 // One item of y [rows, out] (`y_step` elements apart) = the dense layer.
 template <class T>
 KVF_INLINE void dense_item(const Dense& dense, const Inputs& inputs, const PanelItems& items, int64_t item, T* y, int64_t y_step) {
-  const int64_t left = items.panel(item) * kPanel, base = items.first(item), end = base + items.height(item);
-  for (int64_t row = base; row < end; ++row) __builtin_prefetch(y + row * y_step + left, 1);  // far apart
-  multiply(inputs, base, end - base, dense, items.panel(item), [&](int64_t row, float* values) {
-    put_out(dense, left, dense.out - left, values, y + row * y_step + left);
+  const int64_t left = items.panel(item) * kPanel;
+  const auto place = [&](int64_t row) { return y + row * y_step + left; };
+  const int64_t first = items.first(item), end = inputs.tiled != nullptr ? first : first + items.height(item);
+  for (int64_t row = first; row < end; ++row) __builtin_prefetch(place(row), 1);  // far apart
+  multiply(inputs, first, items.height(item), dense, items.panel(item), place, [&](int64_t row, float* values) {
+    put_out(dense, left, dense.out - left, values, place(row));
   });
 }
 
@@ -90,7 +121,7 @@ void run_dense(void* argument, int member, int, Barrier& barrier) {
   const auto inputs = [&](Share rows) {
     return inputs_of(t.dense, static_cast<const bf16*>(t.x), t.x_step, t.rows, t.memory, rows);
   };
-  if (t.dense.quantised) {
+  if (prepares(t.dense, t.rows)) {
     barrier.each_run(t.rows, member, inputs);
     barrier.wait(member);
   }

@@ -224,12 +224,6 @@ KVF_INLINE void panel_product(const bf16* x, int64_t step, int64_t rows, const u
 
 #endif
 
-// The same of dense layers, whose panels are long.
-template <class Emit>
-KVF_INLINE void long_product(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel, int64_t pairs, Emit emit) {
-  panel_product(x, step, rows, panel, pairs, emit);
-}
-
 }  // namespace
 }  // namespace kvferry
 

@@ -212,9 +212,9 @@ class NativeStep {
     const auto apart = [](int64_t count) { return (count + 127) / 64 * 64; };
     view_.own_step = apart(kOwnRows * widest);
     view_.own_codes_step = apart(quantised_bytes(kOwnRows, inner));
-    const int64_t shared_codes = apart(quantised_bytes(max_rows_, inner));
-    codes_.resize(shared_codes + threads * view_.own_codes_step);
-    view_.codes = codes_.data();
+    const int64_t shared_codes = apart(inputs_bytes(max_rows_, inner));
+    codes_.resize(64 + shared_codes + threads * view_.own_codes_step);
+    view_.codes = codes_.data() + (64 - reinterpret_cast<uintptr_t>(codes_.data()) % 64) % 64;
     view_.own_codes = view_.codes + shared_codes;
     const int64_t residual = apart(max_rows_ * model_.hidden), qkv = apart(max_rows_ * qkv_size());
     const int64_t act = apart(max_rows_ * model_.inner), x = apart(max_rows_ * widest);

@@ -29,6 +29,12 @@ KVF_INLINE Floats rough_power_of_two(Floats x) {
 #endif
 }
 
+#if defined(__AMX_BF16__)
+constexpr int64_t kSightStep = 32;  // what a tile multiplies at once
+#else
+constexpr int64_t kSightStep = 16;  // a whole vector of any width
+#endif
+
 // Which positions of a block, which begins at `begin`, the query rows see: row r (token r / group, from `token` on) those
 // in its window up to its own, or up to the last one of the tokens' that is named.
 struct Sight {
@@ -42,10 +48,10 @@ struct Sight {
   }
   int64_t hidden(int64_t row) const { return first_seen(token + row / group, window) - begin; }
 
-  // Positions of the block's `width` up to the last one that rows to `last` see, in whole vectors of any width, 16 at least.
+  // Positions of the block's `width` up to the last one that rows to `last` see, in whole steps of products.
   int64_t near(int64_t last, int64_t width) const {
-    const int64_t own = see_until == nullptr ? (seen(last) + 15) / 16 * 16 : width;
-    return own < 16 ? 16 : own < width ? own : width;
+    const int64_t own = see_until == nullptr ? (seen(last) + kSightStep - 1) / kSightStep * kSightStep : width;
+    return own < kSightStep ? kSightStep : own < width ? own : width;
   }
 
   // Whether rows from `first` on may see less than the block's first `width` positions.
@@ -65,17 +71,37 @@ struct Sight {
   }
 };
 
+// Stores weight(j) of a step of positions as bfloat16.
+#if defined(__AMX_BF16__)
+constexpr int64_t kStoredLanes = 2 * kLanes;
+
+template <class Weight>
+KVF_INLINE void store_weights(bf16* to, int64_t j, Weight weight) {
+  const Floats first = weight(j), second = weight(j + kLanes);
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  std::memcpy(to, &both, sizeof both);
+}
+#else
+constexpr int64_t kStoredLanes = kLanes;
+
+template <class Weight>
+KVF_INLINE void store_weights(bf16* to, int64_t j, Weight weight) {
+  store(to, weight(j));
+}
+#endif
+
 // What rows carry from block to block: their highest score so far, their sum of weights, and how much of what they had is
 // kept since the highest score rose.
 struct RowState {
   float *highest, *weight, *kept;
 };
 
-// The weights [count][step] of `width` positions (whole vectors) from their scores, which are to be multiplied by `scale`; the weights of V
-// in int8 are multiplied by its scales. count: 1 to kLanes rows, whose states are padded to so many.
+// The weights [count][weight_step] of `width` positions (whole steps) from their scores [count][step], which are to be multiplied by `scale`; the weights of V
+// in int8 are multiplied by its scales. count: 1 to kLanes rows, whose states are padded to so many. The weights of a row may
+// begin where its scores do.
 template <bool Scaled>
 KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int64_t width, float scale,
-                           const float* v_scales, const RowState& state, bf16* weights) {
+                           const float* v_scales, const RowState& state, bf16* weights, int64_t weight_step) {
   Floats lanes[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) lanes[i] = splat(-__builtin_inff());
   for (int64_t i = 0; i < count; ++i) {
@@ -92,14 +118,16 @@ KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int
   store(origins, origin);
   for (int64_t i = 0; i < count; ++i) {
     const float* row = scores + i * step;
-    bf16* to = weights + i * step;
+    bf16* to = weights + i * weight_step;
     Floats added{};
-#pragma GCC unroll 2
-    for (int64_t j = 0; j < width; j += kLanes) {
+    const auto weight = [&](int64_t j) {
       const Floats e = rough_power_of_two(load(row + j) * (scale * kLog2E) - origins[i]);
       added = added + e;
-      store(to + j, Scaled ? e * load(v_scales + j) : e);
-    }
+      return Scaled ? e * load(v_scales + j) : e;
+    };
+    static_assert(kSightStep % kLanes == 0, "weights are made in whole vectors");
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < width; j += kStoredLanes) store_weights(to + j, j, weight);
     lanes[i] = added;
   }
   store(state.weight, load(state.weight) * kept + sums(lanes));

@@ -27,15 +27,17 @@ KVF_INLINE void through(const StepView& s, const Dense& dense, int64_t items, co
     if (made == nullptr) make(own, rows);
     return inputs_of(dense, x, dense.in, count, codes, rows);
   };
-  if (together && (made == nullptr || dense.quantised)) {
+  if (together && (made == nullptr || prepares(dense, count))) {
     s.barrier.each_run(count, s.member, [&](Share rows) { inputs(rows); });
     s.barrier.wait(s.member);
   }
   s.barrier.each(items, s.member, [&] {
-    return use(together ? Inputs{x, dense.in, Quantised(codes, count, dense.in)} : inputs({0, count}));
+    return use(together ? inputs_of(dense, x, dense.in, count, codes, {0, 0}) : inputs({0, count}));
   });
   s.barrier.wait(s.member);
 }
+
+static_assert(kOwnRows <= kUntiledRows, "a thread's own rows have no room for tiles");
 
 constexpr auto kNothing = [](bf16*, Share) {};
 
@@ -55,8 +57,9 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, float
   through(s, dense, items.count(), made, make, [&](const Inputs& inputs) {
     return [&, inputs](int64_t item) {
       const int64_t left = items.panel(item) * kPanel;
-      multiply(inputs, items.first(item), items.height(item), dense, items.panel(item), [&](int64_t row, const float* values) {
-        bf16* to = s.task.scratch.residual + row * s.model.hidden + left;
+      const auto place = [&](int64_t row) { return s.task.scratch.residual + row * s.model.hidden + left; };
+      multiply(inputs, items.first(item), items.height(item), dense, items.panel(item), place, [&](int64_t row, const float* values) {
+        bf16* to = place(row);
         for (int c = 0; c < kPanel; c += kLanes) {
           const Floats value = rounded_to(biased(dense, left + c, load(values + c)), to);
           store(to + c, load(to + c) + (factor == 1.0f ? value : rounded_to(value * factor, to)));
@@ -69,14 +72,14 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, float
 // act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
 KVF_INLINE void gate_item(const StepView& s, const Dense& dense, const Inputs& inputs, const PanelItems& items, int64_t item) {
   const int64_t inner = s.model.inner, p = items.panel(item), first = items.first(item), height = items.height(item);
-  bf16* act = s.task.scratch.act + p * kPanel;
-  multiply(inputs, first, height, dense, p, [&](int64_t row, const float* values) {
+  const auto place = [&](int64_t row) { return s.task.scratch.act + row * inner + p * kPanel; };
+  multiply(inputs, first, height, dense, p, place, [&](int64_t row, const float* values) {
     for (int c = 0; c < kPanel; c += kLanes)
-      store(act + row * inner + c, biased(dense, p * kPanel + c, load(values + c)));
+      store(place(row) + c, biased(dense, p * kPanel + c, load(values + c)));
   });
-  multiply(inputs, first, height, dense, items.panels + p, [&](int64_t row, const float* values) {
+  multiply(inputs, first, height, dense, items.panels + p, place, [&](int64_t row, const float* values) {
     for (int c = 0; c < kPanel; c += kLanes) {
-      bf16* to = act + row * inner + c;
+      bf16* to = place(row) + c;
       const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
       store(to, silu(load(to)) * up);
     }
@@ -87,8 +90,9 @@ KVF_INLINE void gate_item(const StepView& s, const Dense& dense, const Inputs& i
 KVF_INLINE void activation_item(const StepView& s, const StepLayer& layer, const Inputs& inputs, const PanelItems& items,
                                 int64_t item) {
   const int64_t inner = s.model.inner, left = items.panel(item) * kPanel;
-  multiply(inputs, items.first(item), items.height(item), layer.gate_up, items.panel(item), [&](int64_t row, const float* values) {
-    bf16* to = s.task.scratch.act + row * inner + left;
+  const auto place = [&](int64_t row) { return s.task.scratch.act + row * inner + left; };
+  multiply(inputs, items.first(item), items.height(item), layer.gate_up, items.panel(item), place, [&](int64_t row, const float* values) {
+    bf16* to = place(row);
     for (int c = 0; c < kPanel; c += kLanes)
       store(to + c, activated(layer.activation, rounded_to(biased(layer.gate_up, left + c, load(values + c)), to)));
   });

@@ -137,7 +137,15 @@ struct DecodeTask {
 constexpr int64_t kRun = 32, kHalfRun = 16;
 inline int64_t quantised_bytes(int64_t rows, int64_t in) { return rows * (in + in / kRun * 12 + in / kHalfRun * 4); }
 
-// y [rows, out] = the dense layer of x [rows, in]. memory: for the quantised rows of x, or null.
+constexpr int64_t kUntiledRows = 16;  // up to so many rows in bfloat16 are read where they lie
+
+// Bytes of what panels may need of `rows` rows of `in` inputs: their codes, or themselves as tiles, in blocks of 32 rows.
+inline int64_t inputs_bytes(int64_t rows, int64_t in) {
+  const int64_t tiled = (rows + 31) / 32 * 32 * in * 2;
+  return quantised_bytes(rows, in) > tiled ? quantised_bytes(rows, in) : tiled;
+}
+
+// y [rows, out] = the dense layer of x [rows, in]. memory: inputs_bytes(), or null for few rows without codes.
 struct DenseTask {
   Dense dense;
   const void* x;
