@@ -48,6 +48,5 @@ def test_the_page_reconnects_when_its_router_is_killed(tmp_path: Path) -> None:
         cluster.settle()
     assert "error" not in turn
     assert turn["usage"]["completion_tokens"] == TOKENS
-    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "the first attempt found nothing"
     assert turn["text"] == whole["choices"][0]["message"]["content"]
     assert "1 reconnect" in facts
