@@ -17,6 +17,7 @@ from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.audio.body import SpeechBody, speech_body
 from kvferry.router.api.audio.form import Form, read_form
+from kvferry.router.api.audio.json_body import AUDIO, InputAudio, SpeechJson, is_json, read_json
 from kvferry.router.api.generation_route import GenerationRoute
 from kvferry.router.api.http_errors import error_body
 from kvferry.router.api.responder import Responder
@@ -52,11 +53,18 @@ class SpeechEndpoint:
 
     @property
     def takes(self) -> dict[str, Any]:
-        """Return the `openapi_extra` of the route: its form."""
-        schema = SpeechBody.model_json_schema(by_alias=True)
-        fields = {"file": {"type": "string", "format": "binary"}, **schema["properties"]}
-        form = {"type": "object", "required": ["file"], "properties": fields}
-        return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
+        """Return the `openapi_extra` of the route: its form, and the same as JSON."""
+        file, audio = {"type": "string", "format": "binary"}, InputAudio.model_json_schema()
+        content = {
+            "multipart/form-data": _schema("file", file, SpeechBody.model_json_schema(by_alias=True)),
+            "application/json": _schema(AUDIO, audio, SpeechJson.model_json_schema()),
+        }
+        return {"requestBody": {"required": True, "content": content}}
+
+
+def _schema(name: str, audio: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a body whose audio is in the field `name`."""
+    return {"schema": {"type": "object", "required": [name], "properties": {**body["properties"], name: audio}}}
 
 
 SPEECH_ENDPOINTS = (
@@ -70,9 +78,8 @@ class SpeechRoute(GenerationRoute[SpeechEndpoint]):
     """Route of an endpoint of audio."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> SpeechAnswer:
-        form = await read_form(data)
+        form, body = await _read(data)
         del data  # the form holds the file
-        body = speech_body(form)
         pool = self._pools.pool(body.model)
         request = self._request(pool, form, body, admitted.call.deadline - time.monotonic())
         if pool.media is not None:
@@ -90,17 +97,25 @@ class SpeechRoute(GenerationRoute[SpeechEndpoint]):
     def _request(self, pool: ServedModel, form: Form, body: SpeechBody, left_s: float) -> SpeechRequest:
         """Return the request for a node; raise InvalidRequest naming the field."""
         if not form.file:
-            raise InvalidRequest("file must be an audio file that is not empty", param="file")
+            raise InvalidRequest(f"{form.field} must be an audio file that is not empty", param=form.field)
         try:
             pool.cluster.media.check((TRANSCRIPTION,))
         except InvalidRequest as error:
             raise InvalidRequest(f"{self._path} is not supported: {error.message}", param="model") from error
         found = format_of(form.file)
         if found not in SPEECH:
-            raise InvalidRequest("file must be WAV, MP3, FLAC, Ogg, MP4 or WebM", param="file")
+            raise InvalidRequest(f"{form.field} must be WAV, MP3, FLAC, Ogg, MP4 or WebM", param=form.field)
         if found == "audio/wav" and (fault := wav_fault(form.file)):
-            raise InvalidRequest(f"file is not a usable WAV file: {fault}", param="file")
+            raise InvalidRequest(f"{form.field} is not a usable WAV file: {fault}", param=form.field)
         return SpeechRequest(self.endpoint.translate, body.fields(), form.filename, form.file, max(0.0, left_s))
+
+
+async def _read(data: bytes) -> tuple[Form, SpeechBody]:
+    """Return the file and the fields of a body, a multipart form or JSON; raise InvalidRequest naming the field."""
+    if is_json(data):
+        return await read_json(data)
+    form = await read_form(data)
+    return form, speech_body(form)
 
 
 class SpeechAnswer:

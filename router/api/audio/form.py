@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -24,11 +25,12 @@ SLICE = 2**18
 
 @dataclass(slots=True, weakref_slot=True)
 class Form:
-    """Fields of a form by name, and its file."""
+    """Fields of a form by name, and its file; field: where the client wrote the file, for errors."""
 
-    fields: dict[str, list[str]] = field(default_factory=dict)
+    fields: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     filename: str = ""
     file: bytes | None = None
+    field: str = "file"
 
 
 async def read_form(data: bytes) -> Form:

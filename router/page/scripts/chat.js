@@ -8,7 +8,7 @@ class Chat {
     this.store = store;
     this.current = newConversation(lastSettings());
     this.views = [];
-    this.running = new Map();  // by conversation: { conversation, turn, stop, drawn }
+    this.running = new Map();  // by conversation: { conversation, turn, stop, kept, isBroken }
     this.tab = tabName();
     this.acts = {
       edit: (turn, text) => this.ask(text, turn.images, turn.parent),
@@ -63,8 +63,8 @@ class Chat {
     while (same < path.length && this.views[same]?.turn === path[same]) same += 1;
     this.views.splice(same).forEach((view) => view.element.remove());
     for (const turn of path.slice(same)) this.views.push(new TurnView(at('turns'), turn, this.acts));
-    const writing = this.running.get(this.current.id)?.turn;
-    this.views.forEach((view) => view.refresh(view.turn === writing));
+    const entry = this.running.get(this.current.id);
+    this.views.forEach((view) => view.refresh(view.turn === entry?.turn, entry?.isBroken));
     at('hint').hidden = path.length > 0;
     at('export').hidden = path.length === 0;
     document.title = this.current.title ? `${this.current.title} · kvferry` : 'kvferry';
@@ -136,19 +136,17 @@ class Chat {
   /** Shows an answer as it comes, until it is complete, stopped or lost. */
   async write(conversation, turn, { body, last }) {
     const control = new AbortController();
-    const entry = { conversation, turn, stop: () => control.abort(), kept: Date.now() };
+    const entry = { conversation, turn, stop: () => control.abort(), kept: Date.now(), isBroken: false };
     this.running.set(conversation.id, entry);
     this.show();
     scrollToEnd();
     if (document.activeElement === document.body) at('send').focus();
     announce('The model is answering.');
-    const told = {
-      route: (name) => { turn.route = name ?? turn.route; },
-      broken: () => announce('The connection broke off; taking the answer up again.'),
-    };
+    const told = { route: (name) => { turn.route = name ?? turn.route; }, broken: () => this.reconnect(entry, true) };
     this.keep(conversation);
     try {
       for await (const { id, event } of answerEvents({ body, last, signal: control.signal, told })) {
+        this.reconnect(entry, false);
         takeEvent(turn, event, Date.now());
         if (id) turn.pending = { event: id, tab: this.tab };
         this.draw(entry);
@@ -160,6 +158,15 @@ class Chat {
     }
     this.running.delete(conversation.id);
     this.end(conversation, turn);
+  }
+
+  /** Takes note that the connection broke off, or that the answer goes on. */
+  reconnect(entry, isBroken) {
+    if (isBroken === entry.isBroken) return;
+    entry.isBroken = isBroken;
+    if (!isBroken) entry.turn.resumed = (entry.turn.resumed ?? 0) + 1;
+    announce(isBroken ? 'The connection broke off. Reconnecting.' : 'Reconnected.');
+    this.draw(entry);
   }
 
   /** Draws with the screen, and keeps what came now and then. */
@@ -174,7 +181,7 @@ class Chat {
       entry.drawing = false;
       const view = this.views.at(-1);
       if (view?.turn !== entry.turn || !this.running.has(entry.conversation.id)) return;
-      following(() => view.refresh(true));
+      following(() => view.refresh(true, entry.isBroken));
     });
   }
 

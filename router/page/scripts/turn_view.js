@@ -17,12 +17,13 @@ class TurnView {
     this.said = make(this.element, 'div', 'said', '', { dir: 'auto' });
     this.markdown = turn.role === 'assistant' ? new MarkdownView(this.said) : null;
     this.calls = make(this.element, 'div', 'calls');
+    this.broken = make(this.element, 'p', 'broken', 'The connection broke off. Reconnecting…');
     this.wrong = make(this.element, 'p', 'wrong', '', { role: 'alert' });
     this.foot = make(this.element, 'footer');
   }
 
-  /** Shows the turn as it is now. writing: whether its answer is still on its way. */
-  refresh(writing = false) {
+  /** Shows the turn as it is now. writing: its answer is still on its way; isBroken: its connection broke off. */
+  refresh(writing = false, isBroken = false) {
     const { turn } = this;
     this.refreshThought(writing);
     if (this.markdown) this.markdown.show(turn.text);
@@ -33,6 +34,7 @@ class TurnView {
     this.said.classList.toggle('waiting', waiting);
     this.said.classList.toggle('writing', writing && !waiting);
     this.refreshCalls(writing);
+    this.broken.hidden = !writing || !isBroken;
     this.wrong.hidden = !turn.error;
     if (this.wrong.textContent !== (turn.error ?? '')) this.wrong.textContent = turn.error ?? '';
     this.foot.hidden = writing || !this.said.isConnected;  // a question that is edited
@@ -128,6 +130,8 @@ class TurnView {
       else if (output > 1) fact(String(output), 'tokens', 'Tokens of the answer');
     }
     if (turn.first) fact(milliseconds(turn.first - turn.sent), 'TTFT', 'Time to first token');
+    const { resumed } = turn;
+    if (resumed) fact(String(resumed), resumed > 1 ? 'reconnects' : 'reconnect', 'The connection broke off, and the answer went on');
     const end = ENDS[turn.end] ?? turn.end;
     if (end && !['stop', 'tool_calls'].includes(end)) fact(end, 'ended it', 'Reason of the end');
     list.hidden = !list.firstChild;

@@ -64,6 +64,7 @@ class HarmonyParser:
     Messages of one kind are separated by a newline."""
 
     may_think = True
+    holds_thought = is_undecided = False
 
     def __init__(self, names: Collection[str], *, patient: bool = False, thinks: bool = True, lead: str = "") -> None:
         self._names = frozenset(names)

@@ -74,6 +74,7 @@ class LedHermesParser(HermesParser):
     A text answer begins with REPLY and may end with REPLIED; neither is shown."""
 
     opens = (BEGIN, REPLIED)
+    _closers = (REPLIED,)
     opens_first = (REPLY,)
 
     def _opened(self, marker: str) -> None:

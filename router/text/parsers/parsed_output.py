@@ -54,7 +54,8 @@ class CallParser:
     opens        markers that open calls anywhere
     opens_first  markers that open calls at the beginning of the output, or behind reasoning between calls
     id_len       length of call ids; 0: ids like OpenAI's
-    paused       reasoning has begun behind a call; `resume` returns the unread text
+    paused       reasoning has begun behind a call, or may have begun within text; `resume` returns the unread text
+    is_unsure    it may have begun within text
 
     `names` are the tools that may be called; a call of another is text. `patient`: a call is shown once complete, and
     as text if malformed. Otherwise its arguments are shown as they arrive, and text after them is ordinary text.
@@ -66,12 +67,14 @@ class CallParser:
     opens: tuple[str, ...] = ()
     opens_first: tuple[str, ...] = ()
     id_len: int = 0
+    _closers: tuple[str, ...] = ()
+    """Those of `opens` that only end text."""
 
     def __init__(self, names: Collection[str], *, patient: bool = False, thoughts: tuple[str, ...] = ()) -> None:
         self._names = frozenset(names)
         self._patient, self._thoughts = patient, thoughts
         self._grammar_marker = ""
-        self.paused = False
+        self.paused = self.is_unsure = False
         self._held = ""
         self._ended = self._whole = False
         self._inside = False
@@ -87,18 +90,32 @@ class CallParser:
 
     @property
     def may_pause(self) -> bool:
-        """Return whether reasoning may follow a call that has begun."""
-        return bool(self._thoughts) and (self._inside or self._count > 0)
+        """Return whether reasoning may follow text or calls."""
+        return bool(self._thoughts)
 
     def expect_grammar(self, marker: str) -> None:
         """Take note that a grammar bounds the output behind the next such marker, so that no call is malformed."""
         self._grammar_marker = marker
 
     def resume(self) -> str:
-        """Return the unread text, which begins with reasoning; go on with the text behind the reasoning."""
-        rest, self._held = self._held.lstrip(), ""
-        self.paused, self._first = False, True
+        """Return the unread text, which begins with a mark of reasoning; go on with the text that is fed next."""
+        rest, self._held = self._held, ""
+        if not self.is_unsure:
+            rest, self._first = rest.lstrip(), True
+        self.paused = self.is_unsure = False
         return rest
+
+    def begins_call(self, text: str) -> bool | None:
+        """Return whether a call follows, which a mark opens anywhere; None: more text will tell."""
+        rest, markers = text.lstrip(), [marker for marker in self.opens if marker not in self._closers]
+        if rest.startswith(tuple(markers)):
+            return True
+        return None if any(marker.startswith(rest) for marker in markers) else False
+
+    def pass_over(self, text: str) -> Parsed:
+        """Show text as it is, without looking for calls in it."""
+        self._emit_text(text)
+        return self._found()
 
     def feed(self, text: str) -> Parsed:
         """Parse more text and return what was found."""
@@ -155,6 +172,8 @@ class CallParser:
             if self.paused or (not self._ended and any(each.startswith(self._held[start:]) for each in self._thoughts)):
                 return False
         at, marker = self._next_marker(start)
+        if self._pause_within_text(start, at if marker else len(self._held)):
+            return False
         if marker:
             self._patient = self._patient and marker != self._grammar_marker
             if at > start:
@@ -165,11 +184,25 @@ class CallParser:
             self._inside, self._first = True, False
             self._opened(marker)
             return True
-        cut = len(self._held) if self._ended else held_from(self._held, markers)
+        cut = len(self._held) if self._ended else held_from(self._held, (*markers, *self._thoughts))
         if cut > start:
             self._emit_text(self._held[:cut])
             self._held = self._held[cut:]
         return False
+
+    def _pause_within_text(self, start: int, end: int) -> bool:
+        """Pause before a mark of reasoning between these positions; return whether there is one."""
+        found = [at for mark in self._thoughts if (at := self._held.find(mark, start, end)) >= 0]
+        if not found:
+            return False
+        at = min(found)
+        if at > start:
+            self._emit_text(self._held[:at])
+        else:
+            self._lead = self._held[:at]
+        self._held = self._held[at:]
+        self.paused = self.is_unsure = True
+        return True
 
     def _next_marker(self, start: int) -> tuple[int, str]:
         """Return the position and text of the first marker; (0, "") if there is none yet."""

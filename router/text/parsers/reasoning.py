@@ -41,6 +41,16 @@ class ReasoningParser:
         return ReasoningParser(self._thinking, opened=False)
 
     @property
+    def begins(self) -> tuple[str, ...]:
+        """Return the marks that begin reasoning."""
+        return self._thinking.begins
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the marks that end reasoning."""
+        return self._thinking.ends
+
+    @property
     def inside(self) -> bool:
         """Return whether reasoning has begun and not ended."""
         return self._state == "inside"

@@ -88,6 +88,8 @@ class Stage:
         self._called = False
         self._shown = parsing.shown
         self.reasoning_tokens = 0
+        self._held_tokens = 0
+        """Tokens of text that is held because it may be reasoning."""
 
     @property
     def completion_tokens(self) -> int:
@@ -107,12 +109,11 @@ class Stage:
 
     def _read(self, piece: Piece) -> Piece:
         reader, calls = self._reader, self._calls
-        thinks = reader.thinks
+        thinks, held = reader.thinks, reader.holds_thought
         if calls is not None and self._is_marked(piece.token_ids):
             reader.expect_grammar(calls.marker)
         found = reader.feed(piece.text)
-        if thinks or reader.thinks or any(each.reasoning for each in found):
-            self.reasoning_tokens += len(piece.token_ids)
+        self._count_reasoning(piece, found, thinks=thinks, held=held)
         if piece.finish_reason is not None:
             found += reader.finish(is_whole=piece.finish_reason == "stop")
         if not self._shown:
@@ -127,6 +128,19 @@ class Stage:
         elif piece.finish_reason == "stop" and self._called and not (calls is not None and calls.named):
             piece.finish_reason = "tool_calls"
         return piece
+
+    def _count_reasoning(self, piece: Piece, found: Sequence[Parsed], *, thinks: bool, held: bool) -> None:
+        """Count the piece's tokens if they are reasoning; thinks, held: what the reader did before it."""
+        if held or self._reader.holds_thought:
+            self._held_tokens += len(piece.token_ids)
+        is_reasoning = any(each.reasoning for each in found)
+        if is_reasoning and self._held_tokens:
+            self.reasoning_tokens += self._held_tokens
+            self._held_tokens = 0
+        elif thinks or self._reader.thinks or is_reasoning:
+            self.reasoning_tokens += len(piece.token_ids)
+        if not self._reader.is_undecided:
+            self._held_tokens = 0
 
     def _is_marked(self, token_ids: Sequence[int]) -> bool:
         """Return whether the token that opens calls is among these."""

@@ -107,7 +107,8 @@ def grammar(
         body = either([f"{answer or f'{lark.text(hermes.REPLY)} {rules.any()}'} {after} {last}", direct])
     elif calls.marker:
         begin = lark.text(frame.begin.removeprefix(frame.begun)) if frame.begun else ""
-        until = f"{begin} {_up_to(rules, calls.marker, after)} {behind}"
+        before = _thoughts_within(rules, thinking) if budget is None else ""
+        until = f"{begin} {before} {_up_to(rules, calls.marker, after)} {behind}"
         options = [f"{begin} {rules.any()} {after} {last}", f"{until} {one} {end}", *([direct] if begin else [])]
         if calls.reply:
             options.append(f"{until} {_begun(spell, calls.reply)} {calls.closing} {rules.any()}")
@@ -118,6 +119,13 @@ def grammar(
                    for head, rest in calls.reply]  # fmt: skip
         body = either([rules.any(), *(f"{head} {rest} {end}" for head, rest in heads), *replies])
     return "\n".join([f"start: {thought(rules, thinking, opened, budget)} {body}", *rules.lines])
+
+
+def _thoughts_within(rules: Rules, thinking: Thinking | None) -> str:
+    """Return an expression for free text with reasoning behind it, repeated, if tokens mark the reasoning."""
+    if thinking is None or not all(is_token(rules.spell(mark)) for mark in (*thinking.begins, *thinking.ends)):
+        return ""
+    return f"({rules.any()} {another_thought(rules, thinking)})*"
 
 
 def _begun(spell: Spell, calls: Sequence[tuple[str, str]]) -> str:

@@ -137,12 +137,24 @@ def pictures_reach_the_model():
     assert prompt_tokens([]) < prompt_tokens(json.loads(os.environ["CHECK_PICTURES"]))
 
 
-@check
-def speech_is_transcribed():
+def transcribed():
     sound = base64.b64decode(os.environ["CHECK_SOUND"])
     head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\ncontent-type: audio/wav\r\n\r\n'
     kind = "multipart/form-data; boundary=x"
-    assert json.loads(asked("/api/v1/audio/transcriptions", head + sound + b"\r\n--x--\r\n", kind))["text"]
+    return json.loads(asked("/api/v1/audio/transcriptions", head + sound + b"\r\n--x--\r\n", kind))["text"]
+
+
+@check
+def speech_is_transcribed():
+    assert transcribed()
+
+
+@check
+def speech_that_is_sent_as_json_is_transcribed():
+    config = json.loads(asked("/api/v1/audio/config"))
+    config["stt"]["OPENAI_API_REQUEST_FORMAT"] = "json"
+    asked("/api/v1/audio/config/update", config)
+    assert transcribed()
 
 
 @check

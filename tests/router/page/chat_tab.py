@@ -11,6 +11,11 @@ from tests.browser import Page
 FACTS = "[...document.querySelectorAll('.facts li')].map((item) => item.innerText)"
 ENDED = "document.getElementById('send').textContent === 'Send' && document.getElementById('hint').hidden"
 WIDER = "document.documentElement.scrollWidth > innerWidth"
+SHOWN = (
+    "[...document.querySelectorAll('.broken')].filter((node) => node.checkVisibility()).map((node) => node.innerText)"
+)
+"""Texts of answers that say that their connection broke off."""
+BROKEN = ["The connection broke off. Reconnecting…"]
 MODEL = "SmolLM2-135M-Instruct"
 
 

@@ -102,7 +102,7 @@ def test_a_turn_says_when_tokens_may_be_reasoning() -> None:
     """So they are counted one by one."""
     turn, call = turn_of("hermes"), call_of("hermes")
     turn.feed("Well. ")
-    assert not turn.may_think
+    assert (turn.may_think, turn.thinks) == (True, False)
     turn.feed(call)
     assert (turn.may_think, turn.thinks) == (True, False)
     turn.feed("\n<think>Hm")

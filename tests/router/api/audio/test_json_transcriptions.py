@@ -1,0 +1,82 @@
+"""Transcriptions whose audio is base64 in JSON, as Open WebUI and clients of OpenRouter send them."""
+
+from __future__ import annotations
+
+import base64
+import gc
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.protocol.speech import SpeechPart
+from kvferry.router.media.prompting import MediaBudget
+from tests.api_parts import Api, error_of
+from tests.router.api.audio.test_transcriptions import api_of
+from tests.router.media import pictures as made
+
+WAV = base64.b64encode(made.wav()).decode()
+
+
+async def transcribe(api: Api, path: str = "transcriptions", **fields: Any) -> httpx.Response:
+    body = {"model": "SmolLM2-135M-Instruct", "input_audio": {"data": WAV, "format": "wav"}, **fields}
+    return await api.http.post(f"/v1/audio/{path}", json=body)
+
+
+@pytest.mark.parametrize("path", ["transcriptions", "translations"])
+async def test_audio_in_json_reaches_a_node(path: str):
+    api = api_of()
+    answer = await transcribe(api, path, language="en", prompt="", temperature=0, response_format=None)
+    assert (answer.status_code, answer.json()) == (200, {"text": "hello"})
+    (asked,) = api.cluster.media.heard
+    assert (asked.audio, asked.filename, asked.translate) == (made.wav(), "audio.wav", path == "translations")
+    assert asked.fields == (("language", "en"), ("response_format", "json"), ("temperature", "0.0"))
+
+
+async def test_times_of_words_and_streams_can_be_asked_for():
+    api = api_of(SpeechPart(b"data: 1\n\n", "text/event-stream"))
+    more: dict[str, Any] = {"timestamp_granularities": ["word"], "stream": True, "response_format": "verbose_json"}
+    assert (await transcribe(api, **more)).text == "data: 1\n\n"
+    (asked,) = api.cluster.media.heard
+    assert asked.fields == (
+        ("response_format", "verbose_json"), ("stream", "true"), ("timestamp_granularities[]", "word"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input_audio": None}, "input_audio"),
+        ({"input_audio": {}}, "input_audio.data"),
+        ({"input_audio": {"data": ""}}, "input_audio.data"),
+        ({"input_audio": {"data": WAV[:-3]}}, "input_audio.data"),
+        ({"input_audio": {"data": "?" * 8}}, "input_audio.data"),
+        ({"input_audio": {"data": "AAAA"}}, "input_audio.data"),
+        ({"input_audio": {"data": base64.b64encode(made.wav(rate=1)).decode()}}, "input_audio.data"),
+        ({"input_audio": {"data": WAV, "format": "../wav"}}, "input_audio.format"),
+        ({"model": "other"}, "model"),
+        ({"response_format": "xml"}, "response_format"),
+        ({"timestamp_granularities": ["hour"]}, "timestamp_granularities[0]"),
+    ],
+)
+async def test_a_wrong_field_of_json_is_named(fields: dict[str, Any], param: str):
+    api = api_of()
+    answer = await transcribe(api, **fields)
+    assert 400 <= answer.status_code < 500
+    assert error_of(answer)["param"] == param
+    assert api.cluster.media.heard == []
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"input_audio": ', b"[]", b"null"])
+async def test_no_body_of_either_kind_is_refused(data: bytes):
+    assert (await api_of().http.post("/v1/audio/transcriptions", content=data)).status_code == 400
+
+
+async def test_audio_in_json_counts_as_held_until_its_answer(monkeypatch: pytest.MonkeyPatch):
+    budget = MediaBudget(len(made.wav()) + 10)
+    monkeypatch.setattr("kvferry.router.media.prompting.MediaBudget", lambda: budget)
+    api = api_of()
+    assert (await transcribe(api)).status_code == 200
+    api.cluster.media.heard.clear()
+    gc.collect()
+    assert budget.held == 0
