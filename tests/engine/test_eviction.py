@@ -216,7 +216,6 @@ def test_first_prompts_of_sessions_outlive_later_prompts_that_come_once(name: st
         house.now += 60
     first = [*([] if name else prompt(0, 4)), *[9000] * 40]
     house.ask(first, session=name)
-    house.now += 1
     once = prompt(9001, 20)
     house.ask(once)
     house.ask(prompt(9002, 60 - 24 - 10))
