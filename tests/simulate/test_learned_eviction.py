@@ -25,8 +25,8 @@ def test_agents_with_tool_pauses_gain_at_least_half_of_what_an_oracle_would(name
 def test_a_node_learns_within_a_minute_which_agents_come_back(named: bool) -> None:
     """These agents name no tools, so that only ages and earlier prompts tell their pauses from prompts that come once.
 
-    Even their true distributions give about half of the way (ADR 014). It was a quarter while first prompts of agents and
-    prompts that come once were of one class."""
+    Even their true distributions give about half of the way (ADR 014). It was a quarter while first prompts of agents
+    and prompts that come once were of one class."""
     traces = [agent_traces.agent_trace(seed, 70.0, named=named) for seed in range(6)]
     slru, value, oracle = (
         sum(agent_traces.found(order, 291, each) for each in traces) for order in ("slru", "value", ORACLE)
