@@ -27,7 +27,7 @@ def test_a_node_learns_within_a_minute_which_agents_come_back(named: bool) -> No
 
     Even their true distributions give about half of the way (ADR 014). It was a quarter while first prompts of agents
     and prompts that come once were of one class."""
-    traces = [agent_traces.agent_trace(seed, 70.0, named=named) for seed in range(6)]
+    traces = [agent_traces.agent_trace(seed, 70.0, named=named) for seed in range(12)]
     slru, value, oracle = (
         sum(agent_traces.found(order, 291, each) for each in traces) for order in ("slru", "value", ORACLE)
     )
