@@ -91,6 +91,21 @@ def text(rng: random.Random, tokens: int) -> list[int]:
     return rng.choices(VOCABULARY, k=tokens)
 
 
+def turns(rng: random.Random) -> int:
+    """Draw the number of turns of a task."""
+    return rng.randint(*TURNS)
+
+
+def result_tokens(rng: random.Random) -> int:
+    """Draw the tokens of a tool's result."""
+    return max(16, round(rng.lognormvariate(0, 0.5) * RESULT))
+
+
+def pause_s(rng: random.Random) -> float:
+    """Draw the seconds that a tool takes."""
+    return min(20.0, max(1.0, rng.lognormvariate(1.3, 0.8)))
+
+
 async def agent(http: httpx.AsyncClient, figures: Figures, number: int, until: float) -> None:
     """Work on one task after the other until the time is up."""
     rng, task = random.Random(f"agent {number}"), 0
@@ -98,13 +113,13 @@ async def agent(http: httpx.AsyncClient, figures: Figures, number: int, until: f
     await asyncio.sleep(rng.random() * 5)
     while time.monotonic() < until:
         history, session = [*systems[number % APPS], *text(rng, 2 * RESULT)], f"agent {number} task {task}"
-        for _ in range(rng.randint(*TURNS)):
+        for _ in range(turns(rng)):
             history += await ask(http, figures, history, session)
-            history += text(rng, max(16, round(rng.lognormvariate(0, 0.5) * RESULT)))
-            pause_s = min(20.0, max(1.0, rng.lognormvariate(1.3, 0.8)))
-            if time.monotonic() + pause_s > until:
+            history += text(rng, result_tokens(rng))
+            paused_s = pause_s(rng)
+            if time.monotonic() + paused_s > until:
                 return
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(paused_s)
         task += 1
 
 

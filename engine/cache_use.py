@@ -29,7 +29,8 @@ class CacheUse:
                 (protocol.sessions), 0 if unknown
     prompt      full blocks of its prompt that could be reused
     turns       earlier requests of the session
-    shared      leading blocks that several sessions use"""
+    shared      leading blocks that several sessions use
+    known       its session is named, or its prompt begins with blocks of earlier prompts"""
 
     tenant: str = ""
     session: str = ""
@@ -40,6 +41,7 @@ class CacheUse:
     prompt: int = 0
     turns: int = 0
     shared: int = 0
+    known: bool = False
 
 
 @dataclass(slots=True)

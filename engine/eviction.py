@@ -2,9 +2,10 @@
 
 All blocks of a pool have the same size and save the same number of tokens, so the value of keeping one is the rate at
 which it is used again (see ReturnRates). It is learned from the pauses of each tenant's sessions, separately by the
-turns that a session had and by why it pauses, and for prefixes that several sessions share. Clients name sessions, or
-they are recognised by their prefix. A chain is evicted from its end, so a block that several sessions use stays as
-long as any of them. Operations are O(log n) in the number of chains, amortised."""
+prompts that a session had and by why it pauses, and for prefixes that several sessions share. Clients name sessions, or
+they are recognised by their prefix. First prompts are told apart by whether anybody sent their beginning before. A
+chain is evicted from its end, so a block that several sessions use stays as long as any of them. Operations are
+O(log n) in the number of chains, amortised."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CONTINUES = 0.8
 """A prompt continues a session if it begins with at least this share of the blocks of the session's last prompt."""
 RANK_S = 1.0
 """Interval in seconds at which the values of all classes are recomputed."""
-MAX_LEVEL = 4
+MAX_LEVEL = 5
 """Highest level of a class: turns of a session, or sessions that share a block, from 8 on."""
 PAUSED, SHARED, COPIED, CLOSED = IDLE_KINDS
 """Kinds of idle blocks (protocol.labels): of a paused session, of several sessions, without a request so far, and of a
@@ -51,7 +52,6 @@ class ValueEviction:
         self._classes = ReturnClasses(CLASSES)
         self._aged = AgedChains()
         self._ranked = self._clock()
-        self._victim: IdleChain | None = None
         self._sessions: OrderedDict[str, IdleChain] = OrderedDict()
         self._requests: OrderedDict[str, IdleChain] = OrderedDict()
         self._copied = IdleChain("", COPIED, self._rates("", COPIED, 0), self._ranked)
@@ -82,10 +82,11 @@ class ValueEviction:
                 before = None
         if before is None:
             cache_use.turns, cache_use.shared = 0, len(reused)
+            cache_use.known = bool(cache_use.session or found or dropped)
             for block_id in reused:
                 self._shares[block_id] += 1
             return
-        cache_use.turns, cache_use.shared = before.turns + 1, min(before.shared, len(reused))
+        cache_use.turns, cache_use.shared, cache_use.known = before.turns + 1, min(before.shared, len(reused)), True
         kept, partial, lost = SESSION_RETURNS
         is_whole = len(found) >= min(before.prompt, len(hashes)) - 1
         self.stats.returns[kept if is_whole else partial if len(found) > before.shared else lost] += 1
@@ -94,7 +95,8 @@ class ValueEviction:
         """Class the blocks of a request that ends, before they are `put`."""
         if not block_ids:
             return
-        own = self._leave_chain(cache_use, PAUSED, cache_use.turns, len(block_ids) - cache_use.shared)
+        prompts = cache_use.turns + (cache_use.known or cache_use.pause == Pause.TOOL)
+        own = self._leave_chain(cache_use, PAUSED, prompts, len(block_ids) - cache_use.shared)
         shared, shares = own, -1
         for block_id in islice(block_ids, cache_use.shared):
             if self._shares[block_id] != shares:
@@ -126,7 +128,7 @@ class ValueEviction:
         if chain is not None:
             chain.settle(self._clock())
             self._aged.remove(chain)
-            chain.rates = self._rates(chain.tenant, PAUSED, chain.turns, reason + chain.retention, tools)
+            chain.rates = self._rates(chain.tenant, PAUSED, chain.turns + 1, reason + chain.retention, tools)
             self._enter(chain)
 
     def close(self, session: str) -> None:
@@ -135,7 +137,7 @@ class ValueEviction:
         if chain is not None:
             self._aged.remove(chain)
             self.stats.paused -= chain.idle > 0
-            chain.kind, chain.closed, self._victim = CLOSED, True, None
+            chain.kind, chain.closed = CLOSED, True
             self._enter(chain)
 
     # Blocks.
@@ -174,10 +176,8 @@ class ValueEviction:
 
     def pop(self) -> int:
         """Return the block to evict, which is idle no longer. Raises KeyError if none is idle."""
-        if self._victim is None or not self._victim.leaves:
-            self._tick()
-            self._victim = self._aged.cheapest()
-        block_id = next(reversed(self._victim.leaves))
+        self._tick()
+        block_id = next(reversed(self._aged.cheapest().leaves))
         self.remove(block_id)
         return block_id
 
@@ -223,9 +223,10 @@ class ValueEviction:
         )  # fmt: skip
 
     def _rates(self, tenant: str, kind: str, times: int, detail: str = "", tools: int = 0) -> ReturnRates:
-        """Return the rates of a class: kind, what else is known, and a logarithm of turns or shares.
+        """Return the rates of a class: kind, what else is known, and a logarithm of prompts or shares.
 
-        Chains whose tools are known are classed by the tools, not by turns."""
+        Chains whose tools are known are classed by the tools, not by prompts. A first prompt counts if its session is
+        named, calls tools, or begins as earlier prompts did: other first prompts mostly come once."""
         return self._classes.find(tenant, kind + detail, 0 if tools else min(MAX_LEVEL, times.bit_length()), tools)
 
     def _copy(self) -> IdleChain:
@@ -244,6 +245,6 @@ class ValueEviction:
         now = self._clock()
         self._aged.age(now)
         if now > self._ranked + RANK_S:
-            self._ranked, self._victim = now, None
+            self._ranked = now
             self._aged.rank()
         return now

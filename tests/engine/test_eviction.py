@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cache_use import CacheUse, Pause
@@ -198,6 +200,45 @@ def test_a_prefix_stays_as_long_as_any_of_its_sessions() -> None:
     house.ask(prompt(6, 14))
     assert house.here(common) in (0, 6), "a part alone would have no use"
     house.pool.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_first_prompts_of_sessions_outlive_later_prompts_that_come_once(name: str) -> None:
+    """Both were of one class, so that prompts that nobody continues looked like half of a session."""
+    house = House(60)
+    for number in range(40):
+        common, session = ([], f"{name}{number}") if name else (prompt(0, 4), "")
+        task = [*common, *[2000 + number] * 8]
+        house.ask(task, session=session)
+        house.now += 5
+        house.ask([*task, 7, 7], session=session)
+        house.ask(prompt(500 + number, 6))
+        house.now += 60
+    first = [*([] if name else prompt(0, 4)), *[9000] * 40]
+    house.ask(first, session=name)
+    once = prompt(9001, 20)
+    house.ask(once)
+    house.ask(prompt(9002, 60 - 24 - 10))
+    assert house.here(first) == len(first) // BS
+    assert house.here(once) < 20
+
+
+def test_blocks_worth_less_than_those_being_evicted_leave_next() -> None:
+    """The chain of an eviction lost all of its blocks before any other, even before blocks that were given up."""
+    house = House(20)
+    hashes = chain(b"root", prompt(7, 4), BS)
+    blocks = house.pool.acquire("running", REQUEST, [], 4)
+    assert blocks is not None
+    for index, block_hash in enumerate(hashes):
+        house.pool.register([("running", REQUEST)], blocks[index], block_hash, blocks[index - 1] if index else None)
+    house.ask(prompt(0, 10))
+    house.now += 5
+    house.ask(prompt(1, 8))
+    assert house.here(prompt(0, 10)) == 8, "it is being evicted"
+    house.idle.evict_first(blocks)
+    house.pool.release("running", REQUEST, blocks)
+    house.ask(prompt(2, 4))
+    assert (house.here(prompt(0, 10)), house.here(prompt(7, 4))) == (8, 0)
 
 
 def test_copies_without_a_request_may_leave() -> None:
