@@ -16,6 +16,7 @@ from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.index_rows import alone, key_and_tag, rows_of
 from kvferry.protocol.layout import STORE_GROUP
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
+from kvferry.protocol.wire import pack, unpack
 
 
 class MemoryRows:
@@ -78,6 +79,7 @@ class MemoryStore(MemoryRows):
     ) -> None:
         super().__init__(clock)
         self.incompatible: tuple[IncompatibleLease, ...] = ()
+        self.announced = b""
         self._lease_s, self._row_ttl_s = lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
         self._epochs: dict[str, int] = {}
@@ -125,6 +127,14 @@ class MemoryStore(MemoryRows):
     async def nodes(self) -> list[NodeLease]:
         self._check_available()
         return [lease for node_id in list(self._leases) if (lease := self._live(node_id)) is not None]
+
+    async def records(self) -> list[bytes]:
+        """Return all live leases as bytes."""
+        return [pack(lease) for lease in await self.nodes()]
+
+    def unsealed(self, records: Sequence[bytes]) -> list[NodeLease]:
+        """Return the leases in these records."""
+        return [unpack(record) for record in records]
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self._check_available()

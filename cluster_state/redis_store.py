@@ -49,6 +49,7 @@ class RedisStore:
     lookup_s       maximum time of a longest_prefix call, because a request waits for it
     password_file  contains the password, read at each connection; empty: the URL's password is used
     open_to        who can write to the server without a password, as `check` found (`redis_check.writers`)
+    announced      last record of this process's lease, whether or not the server took it; empty: none
     seal           signs this process's leases and verifies those of other processes
     """
 
@@ -65,7 +66,7 @@ class RedisStore:
         seal: Seal = NO_SEAL,
     ) -> None:
         self.incompatible: tuple[IncompatibleLease, ...] = ()
-        self.open_to = ""
+        self.open_to, self.announced = "", b""
         self._seal = LeaseSeal(cluster, seal, lease_s)
         self._url, self._shown, self._prefix = url, shown(url), f"kvferry:{cluster}:"
         prefix = self._prefix
@@ -112,24 +113,36 @@ class RedisStore:
             return int(answer)
 
     async def announce(self, lease: NodeLease) -> Announced:
-        keys = [self._members, self._leases + lease.node_id]
-        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, self._seal.sealed(lease), self._lease_ms])
+        keys, self.announced = [self._members, self._leases + lease.node_id], self._seal.sealed(lease)
+        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, self.announced, self._lease_ms])
         with sensible():
             return Announced(answer.decode())
 
     async def withdraw(self, node_id: str, epoch: int) -> None:
+        self.announced = b""
         await self._withdraw.run([self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
         """Return all live leases that this process may use.
 
         Leases of another wire version, or without the seal of this cluster, are in `incompatible` afterwards."""
-        leases: list[NodeLease] = []
-        incompatible, unreadable = [], ""
+        leases, self.incompatible = self._read(await self.records())
+        return leases
+
+    async def records(self) -> list[bytes]:
+        """Return all live leases as they are written, unread."""
         answer = await self._nodes.run([self._members, self._leases], [])
         with sensible():
-            packed_leases = [bytes(packed) for packed in answer]
-        for packed in packed_leases:
+            return [bytes(packed) for packed in answer]
+
+    def unsealed(self, records: Sequence[bytes]) -> list[NodeLease]:
+        """Return the leases in records that another process read here; those that must not be used are ignored."""
+        return self._read(records)[0]
+
+    def _read(self, records: Sequence[bytes]) -> tuple[list[NodeLease], tuple[IncompatibleLease, ...]]:
+        leases: list[NodeLease] = []
+        incompatible, unreadable = [], ""
+        for packed in records:
             try:
                 lease = self._seal.unsealed(packed)
             except WireError as error:
@@ -139,11 +152,10 @@ class RedisStore:
                 leases.append(lease)
             else:
                 incompatible.append(lease)
-        self.incompatible = tuple(incompatible)
         if unreadable and not self._logged_unreadable:
             log.warning("ignoring a node whose lease cannot be read: %s", unreadable)
         self._logged_unreadable = bool(unreadable)
-        return leases
+        return leases, tuple(incompatible)
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         args = [node_id, epoch, self._row_ttl_ms, _packed_rows(stored, node_id), _packed_rows(removed, node_id)]

@@ -69,7 +69,7 @@ async def run_epp(settings: EppSettings, secrets: ClusterSecrets, store: Store, 
     texts = await asyncio.to_thread(load_text_models, settings)
     nodes = RouterCluster(
         store, store, metrics, buddies=False, fetch=False, max_wait_s=settings.queue_timeout, token=secrets.token,
-        tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
+        tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name), relayed=store,
     )  # fmt: skip
     services = Services.of(settings, texts, nodes, metrics, tenant_registry)
     states = service.HealthStates(services.trouble)

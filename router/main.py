@@ -36,6 +36,7 @@ from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.prefixes import BlockLookup
 from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
+from kvferry.router.nodes.relayed_registry import SealedLeases
 from kvferry.router.role_rebalancing import RoleRebalancer
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_models
@@ -72,7 +73,7 @@ OWN_DESCRIPTORS = 256
 """Number of open files besides clients' connections: for nodes, Redis, other processes and batch files."""
 
 
-class Store(NodeSource, BlockLookup, Protocol):
+class Store(NodeSource, BlockLookup, SealedLeases, Protocol):
     """Parts of the node registry and the block index that the router uses."""
 
 
@@ -144,7 +145,8 @@ async def run_router(
         canary=CanaryRelease.of(settings),
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
-        last=LastNodes(settings.data_folder, seal),
+        last=LastNodes(settings.data_folder, seal, writes=settings.worker <= 0),
+        relayed=store,
     )
     journals = RequestJournals(settings, ownership.owner, metrics.journals, journal_store)
     limits = connection_limits(settings, allow_descriptors())
