@@ -103,7 +103,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._check(self._length.trailer_fault())
         else:
             super().on_header(name, value)
-            self._check(self._length.count_fault() if len(self.headers) > MAX_HEADERS else None)
+            if len(self.headers) > MAX_HEADERS:
+                self._check(self._length.count_fault())
 
     def on_headers_complete(self) -> None:
         self._check(self._length.header_fault(self.url, self.headers, len(self.pipeline)))
