@@ -29,4 +29,4 @@ class ForwardedHeaders:
 def lighten_proxy_headers(config: uvicorn.Config) -> None:
     """Replace uvicorn's middleware in a loaded configuration, if it has one."""
     if isinstance(config.loaded_app, ProxyHeadersMiddleware):
-        config.loaded_app = ForwardedHeaders(config.loaded_app)  # type: ignore[assignment]
+        config.loaded_app = ForwardedHeaders(config.loaded_app)

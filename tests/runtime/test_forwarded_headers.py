@@ -17,6 +17,10 @@ async def nothing(*_: Any) -> dict[str, Any]:
     return {}
 
 
+async def unused(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that nobody calls."""
+
+
 async def client_of(client: tuple[str, int], *headers: tuple[bytes, bytes]) -> tuple[str, str]:
     """Whom the application takes for its client, and the scheme."""
     seen: list[tuple[str, str]] = []
@@ -45,7 +49,7 @@ async def test_a_trusted_proxy_names_the_client_and_a_stranger_does_not() -> Non
 
 
 def test_a_configuration_without_the_middleware_is_left_alone() -> None:
-    config = uvicorn.Config(nothing, proxy_headers=False, lifespan="off")  # type: ignore[arg-type]
+    config = uvicorn.Config(unused, proxy_headers=False, lifespan="off")
     config.load()
     app = config.loaded_app
     lighten_proxy_headers(config)

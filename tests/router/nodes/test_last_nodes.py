@@ -22,6 +22,7 @@ from kvferry.router.dispatch.interface import RequestSpec
 from kvferry.router.nodes import node_source
 from kvferry.router.nodes.node_source import MAX_AGE_S, NAME, SAVE_S, LastNodes
 from kvferry.router.request_context import RequestContext
+from kvferry.runtime.private_files import write_whole
 from tests.crowded import in_time
 from tests.fake_workers import PROMPT, Bench, collect, decode, expected, ids, lease_of, prefill
 from tests.waiting import until
@@ -116,11 +117,11 @@ async def test_one_of_several_processes_writes_and_all_read(tmp_path: Path) -> N
 async def test_the_end_waits_for_a_save_but_not_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hangs, write = threading.Event(), node_source.write_whole
+    hangs = threading.Event()
 
     def slow(path: Path, content: bytes) -> None:
         hangs.wait(30)
-        write(path, content)
+        write_whole(path, content)
 
     monkeypatch.setattr(node_source, "write_whole", slow)
     nodes = LastNodes(tmp_path)
