@@ -67,7 +67,7 @@ class AdapterNode:
 
         Raises ConfigError if the engine cannot be used, or was not ready in time."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
-        LeaseRelay(self._store).mount(self.address.app)
+        LeaseRelay(self._store.records).mount(self.address.app)
         endpoints = Endpoints(self.address.node_id, lambda: self.state, lambda: self.draining)
         endpoints.mount(self.address.app)
         self.address.app.post("/role", status_code=202)(self._changes.post_role)

@@ -48,7 +48,7 @@ class SpeechNode:
     async def run(self, stop: StopSignal) -> bool:
         """Load, join, serve until stopped, drain; return False if a thread ended or hangs. Raises ConfigError."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
-        LeaseRelay(self._store).mount(self.address.app)
+        LeaseRelay(self._store.records).mount(self.address.app)
         self.address.start()
         stopping = asyncio.create_task(stop.requested.wait())
         loading = asyncio.create_task(self._load())

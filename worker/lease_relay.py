@@ -22,19 +22,19 @@ FRESH_S = 0.25
 
 
 class LeaseRecords(Protocol):
-    """Part of the registry that the relay uses; `announced` is the last record of this process's lease, or empty."""
+    """The registry's records; `announced` is the last one of this process's lease, or empty."""
 
     announced: bytes
 
-    async def records(self) -> list[bytes]:
-        """Return all live leases as they are in the registry, unread; raise if it is unreachable."""
+    async def fetch(self) -> list[bytes]:
+        """Return all live leases as they are written, unread; raise if the registry is unreachable."""
 
 
 class LeaseRelay:
     """Answers `GET /leases` with one read of the registry at a time. Routers verify the leases' seals themselves."""
 
-    def __init__(self, registry: LeaseRecords, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry, self._clock = registry, clock
+    def __init__(self, records: LeaseRecords, clock: Callable[[], float] = time.monotonic) -> None:
+        self._records, self._clock = records, clock
         self._reading: asyncio.Task[RelayedLeases] | None = None
         self._began_at = -inf
 
@@ -53,8 +53,8 @@ class LeaseRelay:
     async def _read(self) -> RelayedLeases:
         try:
             async with asyncio.timeout(READ_S):
-                records = await self._registry.records()
+                records = await self._records.fetch()
         except (KvferryError, TimeoutError):
             records = []
-        own = self._registry.announced
+        own = self._records.announced
         return RelayedLeases(tuple(records) if not own or own in records else (*records, own))

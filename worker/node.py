@@ -83,7 +83,7 @@ class Node:
     async def run(self, stop: StopSignal) -> Ending:
         """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
-        LeaseRelay(self._store).mount(self.address.app)
+        LeaseRelay(self._store.records).mount(self.address.app)
         self.address.start()
         asked = asyncio.create_task(stop.requested.wait())
         ending = Ending.UNLOADED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import NodeLease
@@ -36,6 +37,14 @@ ROLE_S = 5.0
 """Longest time a node may take to answer a role change, in seconds."""
 BACKGROUND_CALLS_S = 1.0
 """Longest time `close` waits for running cancels, in seconds."""
+
+
+class Store(NodeSource, BlockLookup, Protocol):
+    """Parts of the node registry and the block index that a router uses."""
+
+    @property
+    def records(self) -> SealedLeases:
+        """Return the reader of leases that nodes relay."""
 
 
 class RouterCluster:

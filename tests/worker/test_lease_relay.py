@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.relayed_leases import RelayedLeases
 from kvferry.protocol.wire import unpack
@@ -14,14 +13,14 @@ from tests.crowded import in_time
 OWN, OTHER = b"own", b"other"
 
 
-class Registry(MemoryStore):
-    """With these records; `hangs`: no answer comes."""
+class Records:
+    """Of a registry that has these; `hangs`: no answer comes."""
 
     def __init__(self, *records: bytes) -> None:
-        super().__init__()
-        self.announced, self.found, self.reads, self.hangs = OWN, list(records), 0, False
+        self.announced, self.found, self.reads = OWN, list(records), 0
+        self.available, self.hangs = True, False
 
-    async def records(self) -> list[bytes]:
+    async def fetch(self) -> list[bytes]:
         self.reads += 1
         await asyncio.sleep(60 if self.hangs else 0.01)
         if not self.available:
@@ -43,7 +42,7 @@ async def told(relay: LeaseRelay) -> tuple[bytes, ...]:
 
 
 async def test_its_own_lease_is_told_once_and_always() -> None:
-    registry, clock = Registry(OTHER, OWN), Clock()
+    registry, clock = Records(OTHER, OWN), Clock()
     relay = LeaseRelay(registry, clock)
     assert await told(relay) == (OTHER, OWN)
     registry.found, clock.now = [OTHER], 1.0
@@ -55,7 +54,7 @@ async def test_its_own_lease_is_told_once_and_always() -> None:
 
 
 async def test_a_registry_that_hangs_delays_no_router_for_long() -> None:
-    registry = Registry(OTHER)
+    registry = Records(OTHER)
     registry.hangs = True
     began = asyncio.get_running_loop().time()
     assert await told(LeaseRelay(registry)) == (OWN,)
@@ -63,7 +62,7 @@ async def test_a_registry_that_hangs_delays_no_router_for_long() -> None:
 
 
 async def test_many_routers_cost_one_read() -> None:
-    registry, clock = Registry(OTHER), Clock()
+    registry, clock = Records(OTHER), Clock()
     relay = LeaseRelay(registry, clock)
     assert set(await asyncio.gather(*(told(relay) for _ in range(50)))) == {(OTHER, OWN)}
     clock.now += FRESH_S / 2
@@ -75,7 +74,7 @@ async def test_many_routers_cost_one_read() -> None:
 
 
 async def test_a_router_that_leaves_takes_no_answer_from_others() -> None:
-    relay = LeaseRelay(Registry(OTHER))
+    relay = LeaseRelay(Records(OTHER))
     leaves, stays = (asyncio.create_task(told(relay)) for _ in range(2))
     await asyncio.sleep(0)
     leaves.cancel()

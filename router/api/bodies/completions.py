@@ -29,6 +29,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
     prompt_field, output_default = "prompt", 16
 
     _ends: ClassVar[tuple[int, ...]] = ()
+    """Default of a value that `prompts` derives, as in GenerationBody."""
 
     prompt: Prompts
     suffix: Suffix | None = None
@@ -59,7 +60,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
         if not self.suffix:
             return self.prompt
         marks = infill_marks(text, "suffix")
-        self.keep(_ends=marks.ends)
+        vars(self)["_ends"] = marks.ends
         return [marks.prompt(prefix, self.suffix) for prefix in self.prompt]
 
     def sampling(self, facts: ModelFacts, max_tokens: int, bad_words: BadWords, drawn: int) -> SamplingParams:

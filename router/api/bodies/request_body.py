@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict
 
 from kvferry.router.api.bodies.fields import Name
@@ -18,9 +16,3 @@ class RequestBody(BaseModel):
 
     def check(self) -> None:
         """Raise InvalidRequest for errors that no single field shows."""
-
-    def keep(self, **derived: Any) -> None:
-        """Keep values derived from the fields, under names that the class declares with their defaults.
-
-        Private attributes of pydantic cost every request a call for each class that has some."""
-        vars(self).update(derived)

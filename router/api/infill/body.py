@@ -35,6 +35,7 @@ class InfillBody(GenerationBody):
     prompt_field, output_default = "input_prefix", None
 
     _ends: ClassVar[tuple[int, ...]] = ()
+    """Default of a value that `prompts` derives, as in GenerationBody."""
 
     input_prefix: str = ""
     input_suffix: str = ""
@@ -52,7 +53,7 @@ class InfillBody(GenerationBody):
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the prompt in the model's fill-in-the-middle tokens; raise InvalidRequest if it has none."""
         marks = infill_marks(text, "input_suffix")
-        self.keep(_ends=marks.ends)
+        vars(self)["_ends"] = marks.ends
         files = [(each.filename, each.text) for each in self.input_extra or ()]
         return [marks.prompt(self.input_prefix + (self.prompt or ""), self.input_suffix, files)]
 

@@ -37,7 +37,7 @@ class Relays:
 
 
 def relayed(table: Table, relays: Relays, reader: SealedLeases | None = None) -> RelayedRegistry:
-    return RelayedRegistry(table, relays, reader or MemoryStore())  # type: ignore[arg-type]
+    return RelayedRegistry(table, relays, reader or MemoryStore().records)  # type: ignore[arg-type]
 
 
 async def cut(*leases: NodeLease) -> Table:
@@ -124,7 +124,8 @@ async def test_a_seal_is_needed_and_a_relay_cannot_forge_one() -> None:
     """The forger is a node; without a secret, leases are trusted as the registry's are."""
     keys, forger = Seal(lambda: (b"k" * 32,)), Seal(lambda: (b"f" * 32,))
     table = await cut(P1, D1)
-    reader = RedisStore("redis://127.0.0.1:1/0", "c", seal=keys)
+    store = RedisStore("redis://127.0.0.1:1/0", "c", seal=keys)
+    reader = store.records
     relays, again = Relays(p1=[replace(D1, epoch=9)]), replace(D1, epoch=2)
     for seal in (pack, LeaseSeal("c", forger, 5.0).sealed, LeaseSeal("another", keys, 5.0).sealed):
         relays.seal = seal
@@ -133,8 +134,8 @@ async def test_a_seal_is_needed_and_a_relay_cannot_forge_one() -> None:
     relays.seal, relays.answers["p1"] = LeaseSeal("c", keys, 5.0).sealed, [again]
     await relayed(table, relays, reader)._ask()
     assert set(table.entries) == {("p1", 1), ("d1", 2)}
-    assert reader.incompatible == (), "what a relay tells is not the registry's state"
-    await reader.close()
+    assert store.incompatible == (), "what a relay tells is not the registry's state"
+    await store.close()
 
 
 async def test_a_relay_that_says_nonsense_hides_no_other() -> None:
