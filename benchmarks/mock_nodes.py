@@ -57,7 +57,10 @@ class Streams:
         self.open: dict[str, Exchange] = {}
 
     def take(self, path: str, exchange: Exchange) -> bool:
-        """Handle a request about a stream; return whether it was one."""
+        """Handle a request about a stream, or refuse one for leases; return whether it was one."""
+        if path == "/leases":
+            exchange.send(b"", "404 Not Found")
+            return True
         if not path.startswith("/streams/"):
             return False
         router, _, rest = path.removeprefix("/streams/").partition("?")

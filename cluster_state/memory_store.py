@@ -16,6 +16,7 @@ from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.index_rows import alone, key_and_tag, rows_of
 from kvferry.protocol.layout import STORE_GROUP
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
+from kvferry.protocol.wire import pack, unpack
 
 
 class MemoryRows:
@@ -64,6 +65,22 @@ class MemoryRows:
         return self._rows.get(key, {}) if self._expires_at.get(key, 0.0) > self._clock() else {}
 
 
+class MemoryLeaseRecords:
+    """Leases of a MemoryStore as bytes; see `lease_records.LeaseRecords`."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.announced = b""
+        self._store = store
+
+    async def fetch(self) -> list[bytes]:
+        """Return all live leases."""
+        return [pack(lease) for lease in await self._store.nodes()]
+
+    def unsealed(self, records: Sequence[bytes]) -> list[NodeLease]:
+        """Return the leases in these records."""
+        return [unpack(record) for record in records]
+
+
 class MemoryStore(MemoryRows):
     """Store in one process. Implements cluster_state.registry.Registry and cluster_state.index.BlockIndex.
 
@@ -78,6 +95,7 @@ class MemoryStore(MemoryRows):
     ) -> None:
         super().__init__(clock)
         self.incompatible: tuple[IncompatibleLease, ...] = ()
+        self.records = MemoryLeaseRecords(self)
         self._lease_s, self._row_ttl_s = lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
         self._epochs: dict[str, int] = {}

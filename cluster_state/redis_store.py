@@ -20,6 +20,7 @@ from typing import Any
 from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
 from kvferry.cluster_state.direct_script import DirectScript
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
+from kvferry.cluster_state.lease_records import LeaseRecords
 from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.query_batching import Query, QueryBatcher
 from kvferry.cluster_state.redis_check import checked, writers
@@ -29,7 +30,6 @@ from kvferry.cluster_state.registry import LEASE_S, Announced
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 from kvferry.protocol.layout import STORE_GROUP
 from kvferry.protocol.lease import IncompatibleLease, NodeLease
-from kvferry.protocol.wire import WireError
 
 log = logging.getLogger("kvferry.redis")
 
@@ -49,6 +49,7 @@ class RedisStore:
     lookup_s       maximum time of a longest_prefix call, because a request waits for it
     password_file  contains the password, read at each connection; empty: the URL's password is used
     open_to        who can write to the server without a password, as `check` found (`redis_check.writers`)
+    records        the leases as they are written
     seal           signs this process's leases and verifies those of other processes
     """
 
@@ -72,7 +73,6 @@ class RedisStore:
         self._members, self._leases, self._rows = prefix + "nodes", prefix + "node:", [prefix + "b:", prefix + "g:"]
         self._epochs = prefix + "epoch:"
         self._lookups = QueryBatcher(self._longest_prefixes, lookup_s, self._send_prefixes)
-        self._logged_unreadable = False
         self._lease_ms, self._row_ttl_ms = int(lease_s * 1000), int(row_ttl_s * 1000)
         self._client, self._limit_s = redis_client.connected(url, timeout_s, password_file), CALL_TIMEOUTS * timeout_s
 
@@ -80,8 +80,8 @@ class RedisStore:
             return Script(self._client, text, timeout_s)
 
         self._announce, self._withdraw = script(redis_scripts.ANNOUNCE), script(redis_scripts.WITHDRAW)
-        self._nodes, self._publish = script(redis_scripts.NODES), script(row_scripts.PUBLISH)
-        self._refresh = script(row_scripts.REFRESH)
+        self.records = LeaseRecords(script(redis_scripts.NODES), [self._members, self._leases], self._seal)
+        self._publish, self._refresh = script(row_scripts.PUBLISH), script(row_scripts.REFRESH)
         self._longest = DirectScript(self._client, row_scripts.LONGEST_PREFIX, timeout_s)
         self._epoch, self._present = script(redis_scripts.EPOCH), script(row_scripts.PRESENT)
         self._holders = script(row_scripts.HOLDERS)
@@ -112,37 +112,21 @@ class RedisStore:
             return int(answer)
 
     async def announce(self, lease: NodeLease) -> Announced:
-        keys = [self._members, self._leases + lease.node_id]
-        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, self._seal.sealed(lease), self._lease_ms])
+        keys, record = [self._members, self._leases + lease.node_id], self._seal.sealed(lease)
+        self.records.announced = record
+        answer = await self._announce.run(keys, [lease.node_id, lease.epoch, record, self._lease_ms])
         with sensible():
             return Announced(answer.decode())
 
     async def withdraw(self, node_id: str, epoch: int) -> None:
+        self.records.announced = b""
         await self._withdraw.run([self._members, self._leases + node_id], [node_id, epoch])
 
     async def nodes(self) -> list[NodeLease]:
         """Return all live leases that this process may use.
 
         Leases of another wire version, or without the seal of this cluster, are in `incompatible` afterwards."""
-        leases: list[NodeLease] = []
-        incompatible, unreadable = [], ""
-        answer = await self._nodes.run([self._members, self._leases], [])
-        with sensible():
-            packed_leases = [bytes(packed) for packed in answer]
-        for packed in packed_leases:
-            try:
-                lease = self._seal.unsealed(packed)
-            except WireError as error:
-                unreadable = str(error)
-                continue
-            if isinstance(lease, NodeLease):
-                leases.append(lease)
-            else:
-                incompatible.append(lease)
-        self.incompatible = tuple(incompatible)
-        if unreadable and not self._logged_unreadable:
-            log.warning("ignoring a node whose lease cannot be read: %s", unreadable)
-        self._logged_unreadable = bool(unreadable)
+        leases, self.incompatible = self.records.read(await self.records.fetch())
         return leases
 
     async def publish(self, node_id: str, epoch: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:

@@ -18,8 +18,8 @@ from kvferry.endpoint_picker.services import Services
 from kvferry.protocol.epp_settings import EppSettings
 from kvferry.protocol.errors import ConfigError, RegistryUnavailable
 from kvferry.protocol.router_metrics import RouterMetrics
-from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.main import GC_THRESHOLD, HURRY_S, SWITCH_S, Store
+from kvferry.router.dispatch.cluster import RouterCluster, Store
+from kvferry.router.main import GC_THRESHOLD, HURRY_S, SWITCH_S
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_models
 from kvferry.router.worker_peers.exposition import scraped
@@ -69,7 +69,7 @@ async def run_epp(settings: EppSettings, secrets: ClusterSecrets, store: Store, 
     texts = await asyncio.to_thread(load_text_models, settings)
     nodes = RouterCluster(
         store, store, metrics, buddies=False, fetch=False, max_wait_s=settings.queue_timeout, token=secrets.token,
-        tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
+        tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name), relayed=store.records,
     )  # fmt: skip
     services = Services.of(settings, texts, nodes, metrics, tenant_registry)
     states = service.HealthStates(services.trouble)

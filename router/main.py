@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
@@ -32,10 +32,9 @@ from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.canary_release import CanaryRelease
-from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.dispatch.prefixes import BlockLookup
+from kvferry.router.dispatch.cluster import RouterCluster, Store
 from kvferry.router.journal.request_journals import RequestJournals
-from kvferry.router.nodes.node_source import LastNodes, NodeSource
+from kvferry.router.nodes.node_source import LastNodes
 from kvferry.router.role_rebalancing import RoleRebalancer
 from kvferry.router.tenants.tenant_registry import TenantRegistry
 from kvferry.router.text.load import load_text_models
@@ -70,10 +69,6 @@ IDLE_S = 30.0
 It exceeds the idle time of common clients, so that no client reuses a connection while it closes."""
 OWN_DESCRIPTORS = 256
 """Number of open files besides clients' connections: for nodes, Redis, other processes and batch files."""
-
-
-class Store(NodeSource, BlockLookup, Protocol):
-    """Parts of the node registry and the block index that the router uses."""
 
 
 async def serve_router(settings: RouterSettings) -> None:
@@ -144,7 +139,8 @@ async def run_router(
         canary=CanaryRelease.of(settings),
         token=secrets.token,
         tls=worker_tls(settings.worker_ca_certs, settings.worker_server_name),
-        last=LastNodes(settings.data_folder, seal),
+        last=LastNodes(settings.data_folder, seal, writes=settings.worker <= 0),
+        relayed=store.records,
     )
     journals = RequestJournals(settings, ownership.owner, metrics.journals, journal_store)
     limits = connection_limits(settings, allow_descriptors())

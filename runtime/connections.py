@@ -100,10 +100,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is Phase.BODY:
-            self._check(self._length.trailer_fault())
-        else:
-            super().on_header(name, value)
-            self._check(self._length.count_fault() if len(self.headers) > MAX_HEADERS else None)
+            return self._check(self._length.trailer_fault())
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._check(self._length.count_fault())
 
     def on_headers_complete(self) -> None:
         self._check(self._length.header_fault(self.url, self.headers, len(self.pipeline)))

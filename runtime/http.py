@@ -21,6 +21,7 @@ from kvferry.runtime.address import family_of, host_port
 from kvferry.runtime.cluster_secret import MembersOnly
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.connections import guarded
+from kvferry.runtime.forwarded_headers import lighten_proxy_headers
 from kvferry.runtime.rejection import retry_headers
 from kvferry.runtime.tls import load
 
@@ -67,6 +68,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the bound sockets."""
+        lighten_proxy_headers(self.config)
         config, limits = self.config, dict[str, Any]()
         self.servers = []
         if config.ssl is not None and self._handshake_s:

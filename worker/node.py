@@ -25,6 +25,7 @@ from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts, describe
 from kvferry.worker.kv_events.config import read_kv_events_config
+from kvferry.worker.lease_relay import LeaseRelay
 from kvferry.worker.membership import new_epoch, withdraw_now
 from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.ranks import Ranks
@@ -82,6 +83,7 @@ class Node:
     async def run(self, stop: StopSignal) -> Ending:
         """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
+        LeaseRelay(self._store.records).mount(self.address.app)
         self.address.start()
         asked = asyncio.create_task(stop.requested.wait())
         ending = Ending.UNLOADED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.lease import NodeLease
@@ -21,6 +22,7 @@ from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
 from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.nodes.relayed_registry import RelayedRegistry, SealedLeases
 from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.nodes.token_streams import TokenStreams
 from kvferry.router.request_log import RequestLog
@@ -35,6 +37,14 @@ ROLE_S = 5.0
 """Longest time a node may take to answer a role change, in seconds."""
 BACKGROUND_CALLS_S = 1.0
 """Longest time `close` waits for running cancels, in seconds."""
+
+
+class Store(NodeSource, BlockLookup, Protocol):
+    """Parts of the node registry and the block index that a router uses."""
+
+    @property
+    def records(self) -> SealedLeases:
+        """Return the reader of leases that nodes relay."""
 
 
 class RouterCluster:
@@ -52,6 +62,7 @@ class RouterCluster:
     max_wait_s          how long a request waits when no node can take it, in seconds
     canary              share of new requests for the nodes of one engine; None: nodes share by cost
     last                last known nodes, for a start without the registry; None: are not kept
+    relayed             reads leases that nodes relay while the registry does not answer; None: nodes are not asked
 
     nodes, request_log  live nodes, and recent events for the dashboard
     """
@@ -73,6 +84,7 @@ class RouterCluster:
         token: Callable[[], str] = str,
         tls: WorkerTls = PLAIN,
         last: LastNodes | None = None,
+        relayed: SealedLeases | None = None,
     ) -> None:
         self.nodes = nodes or NodeTable(source, metrics, last=last)
         self.request_log = RequestLog()
@@ -80,6 +92,7 @@ class RouterCluster:
         self._client = client or NodeClient(f"router-{secrets.token_hex(6)}", token, tls, clock=self._clock.now)
         self._background_calls = BackgroundCalls()
         self._streams = TokenStreams(self._client)
+        self._relayed = RelayedRegistry(self.nodes, self._client, relayed) if relayed is not None else None
         clock = self.nodes.clock
         self._shared = Shared(
             self.nodes,
@@ -119,9 +132,13 @@ class RouterCluster:
         Never fails: without nodes or registry the cluster is not ready."""
         self._clock.start()
         await self.nodes.start()
+        if self._relayed is not None:
+            self._relayed.start()
 
     async def close(self) -> None:
         """Stop following the registry, finish running cancels, and close all connections."""
+        if self._relayed is not None:
+            await self._relayed.stop()
         await self.nodes.stop()
         await self._background_calls.finish(BACKGROUND_CALLS_S)
         await self._streams.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ SAVE_S = 10.0
 """Time after which unchanged nodes are saved again, in seconds."""
 MAX_AGE_S = 300.0
 """Age from which saved nodes are ignored, in seconds: their addresses may belong to others."""
+CLOSE_S, CHECK_S = 1.0, 0.01
+"""Longest time that `close` waits for a running save, and its time between two checks, in seconds."""
 
 
 class NodeSource(Protocol):
@@ -40,12 +43,17 @@ class LastNodes:
     A router that starts while Redis is away connects to them, and serves with those that accept: nodes refuse a
     router that asks for another epoch of theirs or has another secret. Errors of the disk are logged and ignored.
 
-    folder: of the file. seal: signs it. clock: monotonic seconds."""
+    A save runs in a thread of its own, which ends with the process: a disk that hangs delays nothing else.
 
-    def __init__(self, folder: Path, seal: Seal = NO_SEAL, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._seal, self._clock = folder / NAME, seal, clock
+    folder: of the file. seal: signs it. clock: monotonic seconds. writes: false where another process of this router
+    saves the nodes."""
+
+    def __init__(
+        self, folder: Path, seal: Seal = NO_SEAL, clock: Callable[[], float] = time.monotonic, *, writes: bool = True
+    ) -> None:
+        self._path, self._seal, self._clock, self._writes = folder / NAME, seal, clock, writes
         self._saved, self._save_at = frozenset[tuple[str, int, str]](), 0.0
-        self._saving: asyncio.Task[None] | None = None
+        self._saving: threading.Thread | None = None
         self._is_failing = False
 
     async def load(self) -> list[NodeLease]:
@@ -56,10 +64,23 @@ class LastNodes:
         """Save the nodes in the background if they changed or were saved SAVE_S ago; never replace them by none."""
         nodes = frozenset((lease.node_id, lease.epoch, lease.role) for lease in leases)
         is_due = nodes != self._saved or self._clock() >= self._save_at
-        if not leases or not is_due or (self._saving is not None and not self._saving.done()):
+        if not self._writes or not leases or not is_due or self._is_saving:
             return
         self._saved, self._save_at = nodes, self._clock() + SAVE_S
-        self._saving = asyncio.create_task(asyncio.to_thread(self._write, pack(list(leases))), name="last-nodes")
+        self._saving = threading.Thread(target=self._write, args=(pack(list(leases)),), name="last-nodes", daemon=True)
+        self._saving.start()
+
+    async def close(self) -> None:
+        """Wait until a running save has ended, at most CLOSE_S."""
+        ends = time.monotonic() + CLOSE_S
+        while self._is_saving and time.monotonic() < ends:  # noqa: ASYNC110 - a thread has no event for it
+            await asyncio.sleep(CHECK_S)
+        if self._is_saving:
+            log.warning("the last known nodes are not saved: the disk does not answer")
+
+    @property
+    def _is_saving(self) -> bool:
+        return self._saving is not None and self._saving.is_alive()
 
     def _read(self) -> list[NodeLease]:
         try:

@@ -2,9 +2,9 @@
 
 Membership comes from the registry. A node is lost if it returns with another epoch, or if its lease ends and its token
 stream is not linked; its reservations are then notified. While the registry does not answer, the known nodes stay and
-only their connections show whether they live; a router that starts meanwhile reads them from a file. The router waits
-for renewals before it trusts an empty registry, and a registry that returned to an older state does not override a live
-stream."""
+only their connections show whether they live; nodes relay its leases (`relayed_registry`), and a router that starts
+meanwhile reads them from a file. The router waits for renewals before it trusts an empty registry, and a registry that
+returned to an older state does not override a live stream."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
 from kvferry.router.nodes.registry_health import RegistryHealth
+from kvferry.router.nodes.unserved_nodes import UnservedNodes, name_of
 from kvferry.runtime.background import end
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class NodeTable:
         self.entries: dict[NodeKey, NodeEntry] = {}
         self.models: list[ModelNodes] = []
         self._models: dict[NodeKey, ModelNodes] = {}
-        self._unserved: set[NodeKey] = set()
+        self._unserved = UnservedNodes()
         self.incompatible_nodes = IncompatibleNodes()
         self.clock = clock
         self.registry_health = RegistryHealth(metrics, clock)
@@ -72,7 +73,7 @@ class NodeTable:
         self._poll_s, self._grace_s = poll_s, grace_s
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
-        self._trust_absence_at = self._first_seen_at = 0.0
+        self._trust_absence_at = self._first_seen_at = self._relayed_at = 0.0
         self._empty, self._logged_invalid = True, False
 
     async def start(self) -> None:
@@ -86,9 +87,11 @@ class NodeTable:
         self._task = asyncio.create_task(self._poll(), name="node-table")
 
     async def stop(self) -> None:
-        """Stop polling the registry."""
+        """Stop polling the registry, and finish saving the nodes."""
         if self._task:
             await end(self._task)
+        if self._last is not None:
+            await self._last.close()
 
     def add(self, model: ModelNodes) -> ModelNodes:
         """Add a served model; call before `start`."""
@@ -116,6 +119,14 @@ class NodeTable:
         if self._last is not None:
             self._last.save(leases)
 
+    def learn(self, leases: list[NodeLease]) -> None:
+        """Take leases that nodes relay while the registry does not answer.
+
+        They add, renew and replace nodes. Known nodes that they lack stay, because a relay may miss some."""
+        known = dict(self.entries.keys())
+        self._relayed_at = self.clock()
+        self._update([lease for lease in leases if lease.epoch >= known.get(lease.node_id, 0)], is_complete=False)
+
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(self.pause_s * (random.uniform(0.5, 1.0) if self.registry_health.failures else 1.0))
@@ -137,19 +148,22 @@ class NodeTable:
     def _unanswered(self, error: Exception) -> None:
         self.registry_health.failed(error, len(self.entries))
         self._trust_absence_at = self.clock() + self._grace_s
-        if self.registry_health.silent_s > self._grace_s:
+        if min(self.registry_health.silent_s, self.clock() - self._relayed_at) > self._grace_s:
             for entry in self.entries.values():
                 entry.forget_load()
 
-    def _update(self, told: list[NodeLease]) -> None:
+    def _update(self, told: list[NodeLease], *, is_complete: bool = True) -> None:
+        """Update the nodes by these leases; is_complete: a node without a lease may have left."""
         leases = self._valid(told)
         before = self._states()
-        self._note_emptiness(not leases)
+        if is_complete:
+            self._note_emptiness(not leases)
         newest = self._newest(leases)
-        for key in [key for key in self.entries if self._is_lost(key, newest.get(key[0]))]:
+        present = newest.keys() if is_complete else newest.keys() | {node_id for node_id, _ in self.entries}
+        for key in [key for key in self.entries if self._is_lost(key, newest.get(key[0]), key[0] in present)]:
             self._lose(key, newest.get(key[0]))
         for known in self.entries.values():
-            if known.linked and known.key[0] not in newest:
+            if known.linked and known.key[0] not in present:
                 known.forget_load()
         for lease in newest.values():
             if entry := self.entries.get(node_key(lease)):
@@ -157,7 +171,8 @@ class NodeTable:
             elif model := self._model(lease):
                 entry = NodeEntry(lease, model.capacity, self.breakers.corrupt)
                 self.entries[entry.key], self._models[entry.key] = entry, model
-        self._log_unserved(newest.values())
+        unserved = (lease for lease in newest.values() if node_key(lease) not in self.entries)
+        self._unserved.see(unserved, [model.name for model in self.models])
         if self.incompatible_nodes.see(self._source.incompatible):
             self._count()
         if self._states() != before:
@@ -201,11 +216,11 @@ class NodeTable:
             self._first_seen_at = self.clock()
         self._empty = empty
 
-    def _is_lost(self, key: NodeKey, lease: NodeLease | None) -> bool:
+    def _is_lost(self, key: NodeKey, lease: NodeLease | None, is_present: bool) -> bool:
         """Return whether a known node is lost, given the newest lease of its id."""
         if lease is not None:
             return lease.epoch != key[1]
-        return self.clock() >= self._trust_absence_at and not self.entries[key].linked
+        return not is_present and self.clock() >= self._trust_absence_at and not self.entries[key].linked
 
     def _lose(self, key: NodeKey, successor: NodeLease | None) -> None:
         log.warning("node %s (epoch %d) is lost", *key)
@@ -215,22 +230,11 @@ class NodeTable:
 
     def _model(self, lease: NodeLease) -> ModelNodes | None:
         """Return the model that the node runs, by its names; None if none or several match."""
-        name = _name(lease)
+        name = name_of(lease)
         for matches in (ModelName.shares, ModelName.resembles):
             if found := [model for model in self.models if matches(model.name, name)]:
                 return found[0] if len(found) == 1 else None
         return None
-
-    def _log_unserved(self, leases: Iterable[NodeLease]) -> None:
-        """Log each node that runs none of the served models, once."""
-        unserved = {node_key(lease): lease for lease in leases if node_key(lease) not in self.entries}
-        for key in unserved.keys() - self._unserved:
-            served = ", ".join(repr(name) for model in self.models for name in model.name.all)
-            log.warning(
-                "node %s runs %r and this router serves %s: not used. If it is the same model, give both the same "
-                "--served-model-name", key[0], _name(unserved[key]).first, served,
-            )  # fmt: skip
-        self._unserved = set(unserved)
 
     def _regroup(self) -> None:
         for model in self.models:
@@ -243,7 +247,3 @@ class NodeTable:
             self._metrics.nodes.labels(role, state, model.name.first).set(counts[role, state, model.name.first])
         for role in NODE_ROLES:
             self._metrics.nodes.labels(role, "incompatible", "").set(self.incompatible_nodes.roles[role])
-
-
-def _name(lease: NodeLease) -> ModelName:
-    return ModelName(lease.model, lease.served_names)

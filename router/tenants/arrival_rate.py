@@ -8,6 +8,10 @@ DECAY_S = 15.0
 """Time constant of the exponential decay of older sequences, in seconds."""
 
 
+STEP_S = 0.01
+"""Shortest time for which the decay is computed, in seconds: not twice for each request of a busy router."""
+
+
 class ArrivalRate:
     """Recent arrival rate of sequences."""
 
@@ -32,5 +36,7 @@ class ArrivalRate:
         return self._arrived / self._started if self._started else math.inf
 
     def _decay(self, now: float) -> None:
+        if now - self._at < STEP_S:
+            return
         factor = math.exp((self._at - now) / DECAY_S)
         self._arrived, self._started, self._at = self._arrived * factor, self._started * factor, now

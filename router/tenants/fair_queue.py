@@ -8,7 +8,6 @@ requests when a request begins, and corrected when it ends. The module is pure: 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 
 from kvferry.router.tenants.tenant import Tenant
 from kvferry.router.tenants.tenant_queue import OUTPUT_WEIGHT, Slot, TenantQueue, Window, WindowUse
@@ -26,6 +25,8 @@ NEWCOMER_MARGIN = 2
 
 The margin absorbs estimation errors, since the cost of a token differs between machines and loads: a tenant that keeps
 to half of the nodes should not lose its place to them."""
+NO_USE: WindowUse = (0.0, 0.0)
+"""Use of nothing of the window."""
 OVERCOMMIT = 2
 """Multiple of the window up to which tenants without requests in flight may start."""
 
@@ -42,7 +43,7 @@ class FairQueue:
         self._virtual_time = self._last_finish = 0.0
         self._entered = self._running = 0
         self._sequences = self._prompt = self._in_flight = 0.0
-        self._background: WindowUse = (0.0, 0.0)
+        self._background: WindowUse = NO_USE
 
     def add(
         self, tenant: Tenant, sequences: int, prompt: int, most_output: int, priority: int = 0, *,
@@ -74,8 +75,8 @@ class FairQueue:
             return None
         for queue in self._in_order():
             slot = queue.head()
-            if slot is not None and self._fits(slot, window):
-                self._begin(slot, window)
+            if slot is not None and self._fits(slot, used := _window_use(slot, window), window):
+                self._begin(slot, used, window)
                 return slot
         return None
 
@@ -127,7 +128,7 @@ class FairQueue:
                 before += min(queue.work, per_share * queue.tenant.share)
         return before
 
-    def _in_order(self) -> Iterator[TenantQueue]:
+    def _in_order(self) -> list[TenantQueue]:
         queues = [queue for queue in self._queues.values() if queue.queued]
         if len(queues) > 1:
             queues.sort(
@@ -137,16 +138,17 @@ class FairQueue:
                     queue.waiting[0].order[2],
                 )
             )
-        yield from queues
+        return queues
 
-    def _fits(self, slot: Slot, window: Window) -> bool:
-        """Return whether the window has space for the slot beside its tenant's work in flight.
+    def _fits(self, slot: Slot, used: WindowUse, window: Window) -> bool:
+        """Return whether the window has space for the slot's use beside its tenant's work in flight.
 
         The part that background requests use counts only against other background requests, since they yield on the
         nodes. The first slot of a tenant with nothing in flight nearly always fits. So does a prompt of a tenant with
         little work in flight, which nodes compute before long prompts of other tenants."""
-        queue = slot.queue
-        sequences, prompt = _window_use(slot, window)
+        queue, (sequences, prompt) = slot.queue, used
+        if not window.shared and self._background == NO_USE:  # nearly always
+            return self._sequences + sequences <= window.sequences and self._prompt + prompt <= window.prompt
         own, total = (queue.sequences, queue.prompt), (self._sequences, self._prompt)
         if not slot.background:
             own = own[0] - queue.background[0], own[1] - queue.background[1]
@@ -161,19 +163,19 @@ class FairQueue:
         own = slot.queue.in_flight
         return 2 * (own + slot.work) <= self._in_flight - own
 
-    def _begin(self, slot: Slot, window: Window) -> None:
+    def _begin(self, slot: Slot, used: WindowUse, window: Window) -> None:
         queue = slot.queue
         heapq.heappop(queue.waiting)
         queue.now = max(queue.now, slot.order[1])
         self._dequeue(slot)
-        slot.begun, slot.used = True, _window_use(slot, window)
+        slot.begun, slot.used = True, used
         slot.newcomer = window.shared and self._newcomer(slot)
         self._virtual_time = max(self._virtual_time, queue.finish)
         queue.finish = self._virtual_time + slot.work / queue.tenant.share
         self._last_finish = max(self._last_finish, queue.finish)
         self._running += 1
         self._charge(slot)
-        self._use(slot, *slot.used)
+        self._use(slot, *used)
 
     def _newcomer(self, slot: Slot) -> bool:
         """Return whether the nodes should serve the slot's tenant first.
@@ -216,7 +218,7 @@ class FairQueue:
             self._background = self._background[0] + sequences, self._background[1] + prompt
 
 
-def _window_use(slot: Slot, window: Window) -> tuple[float, float]:
+def _window_use(slot: Slot, window: Window) -> WindowUse:
     """Return the part of the window that the slot uses, capped at one tenant's maximum so that it can begin."""
     part = 2 if window.shared else 1
     return min(slot.sequences, window.sequences / part), min(slot.prompt, window.prompt / part)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field, PrivateAttr, StrictBool
+from pydantic import Field, StrictBool
 
 from kvferry.model_files.source import ModelFacts
 from kvferry.protocol.errors import InvalidRequest
@@ -28,7 +28,8 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
 
     prompt_field, output_default = "prompt", 16
 
-    _ends: tuple[int, ...] = PrivateAttr(default_factory=tuple)
+    _ends: ClassVar[tuple[int, ...]] = ()
+    """Default of a value that `prompts` derives, as in GenerationBody."""
 
     prompt: Prompts
     suffix: Suffix | None = None
@@ -59,7 +60,7 @@ class CompletionBody(UnsupportedForCompletions, GenerationBody):
         if not self.suffix:
             return self.prompt
         marks = infill_marks(text, "suffix")
-        self._ends = marks.ends
+        vars(self)["_ends"] = marks.ends
         return [marks.prompt(prefix, self.suffix) for prefix in self.prompt]
 
     def sampling(self, facts: ModelFacts, max_tokens: int, bad_words: BadWords, drawn: int) -> SamplingParams:

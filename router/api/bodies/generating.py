@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Annotated, ClassVar
 
-from pydantic import Field, PrivateAttr, StrictBool
+from pydantic import Field, StrictBool
 
 from kvferry.model_files.source import ModelFacts
 from kvferry.protocol.errors import InvalidRequest
@@ -67,7 +67,8 @@ class GenerationBody(
     prompt_field: ClassVar[str]
     output_default: ClassVar[int | None]
 
-    _adaptations: tuple[str, ...] = PrivateAttr(default_factory=tuple)
+    _adaptations: ClassVar[tuple[str, ...]] = ()
+    """Default of a value that `prompts` derives: a private attribute of pydantic would cost every request two calls."""
 
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
@@ -204,7 +205,7 @@ class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, Gene
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the messages and tools as the single prompt."""
         rendering = self.rendering(text, self.messages, None if self._use() is None else self.usable())
-        self._adaptations = rendering.adaptations
+        vars(self)["_adaptations"] = rendering.adaptations
         return [rendering]
 
     def media_chat(self, text: TextModel) -> MediaChat | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import islice
 
 from kvferry.protocol.errors import Overloaded
 
@@ -15,6 +16,8 @@ CREDIT_S = 0.2
 """Parsing time available at once after a pause, in seconds."""
 MAX_WAIT_S = 10.0
 """Longest wait of a body for those of its own source, in seconds."""
+MAX_SHARED_WAIT_S = 30.0
+"""Longest wait of a body for those of all sources, in seconds."""
 BYTE_S, VALUE_S, OBJECT_S = 6e-9, 150e-9, 1500e-9
 """Parsing time for each byte, value and object on a slow machine, in seconds."""
 MAX_VALUES = 2**20
@@ -69,29 +72,39 @@ class ParsePacing:
     async def turn(self, cost: float, source: str = "") -> None:
         """Wait until a body of this cost (seconds) may be parsed.
 
-        Raises Overloaded if it would wait too long even for those of its source alone."""
+        Raises Overloaded if it would wait too long for those of its source alone, or for all that are before it; also
+        after MAX_SHARED_WAIT_S, if many more sources came meanwhile."""
         if cost < LONG_S:
             return
         loop = asyncio.get_running_loop()
-        own = self._waiting.get(source, ())
-        wait = max(0.0, self._free_at - loop.time()) + sum(each for each, _ in own) / PARSING_SHARE
-        if wait > MAX_WAIT_S:
-            raise Overloaded(
-                "too many large request bodies are waiting to be parsed", retry_after=wait - MAX_WAIT_S + 1
-            )
+        own_s, shared_s = self._waits(source)
+        if (beyond_s := max(own_s - MAX_WAIT_S, shared_s - MAX_SHARED_WAIT_S)) > 0:
+            raise _overloaded(beyond_s)
         if not self._waiting and self._free_at <= loop.time():
             return self._take(cost)
         body = (cost, loop.create_future())
         self._waiting.setdefault(source, deque()).append(body)
         self._timer = self._timer or loop.call_at(self._free_at, self._next)
         try:
-            await body[1]
-        except asyncio.CancelledError:
+            async with asyncio.timeout(MAX_SHARED_WAIT_S):
+                await body[1]
+        except TimeoutError:
+            own_s, shared_s = self._waits(source)
+            raise _overloaded(max(own_s, shared_s)) from None
+        finally:
             self._leave(source, body)
-            raise
+
+    def _waits(self, source: str) -> tuple[float, float]:
+        """Return how long a new body waits for those of its source alone, and for all before it, in seconds.
+
+        Sources take turns, so the nth body of one waits for at most n of each other one."""
+        free_s = max(0.0, self._free_at - asyncio.get_running_loop().time())
+        place = len(self._waiting.get(source, ())) + 1
+        before = {each: sum(cost for cost, _ in islice(queue, place)) for each, queue in self._waiting.items()}
+        return free_s + before.get(source, 0.0) / PARSING_SHARE, free_s + sum(before.values()) / PARSING_SHARE
 
     def _leave(self, source: str, body: Waiting) -> None:
-        """Forget a body whose client left."""
+        """Forget a body that waits no longer; its turn may have come."""
         queue = self._waiting.get(source, deque())
         if body in queue:
             queue.remove(body)
@@ -117,3 +130,8 @@ class ParsePacing:
     def _take(self, cost: float) -> None:
         now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now - CREDIT_S / PARSING_SHARE) + cost / PARSING_SHARE
+
+
+def _overloaded(beyond_s: float) -> Overloaded:
+    """Return the refusal of a body that would wait this much longer than it may, in seconds."""
+    return Overloaded("too many large request bodies are waiting to be parsed", retry_after=beyond_s + 1)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from kvferry.router.api.bodies.fields import field_path
@@ -64,7 +64,7 @@ class BodyReader:
     """Reader of all request bodies of a router; `longest` is the limit of one, in bytes."""
 
     def __init__(self, longest: int) -> None:
-        self._longest = longest
+        self._longest, self._small = longest, min(longest, LONG_BYTES)
         self._held = Counter[str]()
         """Bytes of arriving bodies by source."""
         self._all = 0
@@ -86,13 +86,21 @@ class BodyReader:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._longest:
             raise self._too_large()
-        arrived, size, more, source = BytesIO(), 0, True, _source(scope)
+        message = await receive()
+        body: bytes = message.get("body", b"")
+        if self._held or message["type"] != "http.request" or message.get("more_body") or len(body) >= self._small:
+            return await self._collected(message, scope, receive)
+        scope[READ_AT] = time.monotonic()
+        return body
+
+    async def _collected(self, message: Message, scope: Scope, receive: Receive) -> bytes:
+        """Return a body that begins with this message, and is long or arrives in parts or beside others."""
+        arrived, size, source = BytesIO(), 0, _source(scope)
         try:
-            while more:
-                message = await receive()
+            while True:
                 if message["type"] == "http.disconnect":
                     raise Cancelled("the client disconnected")
-                part, more = message.get("body", b""), message.get("more_body", False)
+                part = message.get("body", b"")
                 size += len(part)
                 self._held[source] += len(part)
                 self._all += len(part)
@@ -102,6 +110,9 @@ class BodyReader:
                 if own > MAX_PER_SOURCE or room < (-RESERVED_BODIES if own <= SMALL_SHARE else 0):
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 arrived.write(part)
+                if not message.get("more_body", False):
+                    break
+                message = await receive()
             data = arrived.getvalue()  # without a copy
             if size >= LONG_BYTES:
                 await until_disconnect(receive, self._pace.turn(await measured_s(data), source))

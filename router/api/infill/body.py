@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, Field, PrivateAttr, StrictFloat
+from pydantic import BaseModel, Field, StrictFloat
 
 from kvferry.model_files.source import ModelFacts
 from kvferry.protocol.errors import InvalidRequest
@@ -34,7 +34,8 @@ class InfillBody(GenerationBody):
 
     prompt_field, output_default = "input_prefix", None
 
-    _ends: tuple[int, ...] = PrivateAttr(())
+    _ends: ClassVar[tuple[int, ...]] = ()
+    """Default of a value that `prompts` derives, as in GenerationBody."""
 
     input_prefix: str = ""
     input_suffix: str = ""
@@ -52,7 +53,7 @@ class InfillBody(GenerationBody):
     def prompts(self, text: TextModel) -> Sequence[Prompt | Rendering]:
         """Return the prompt in the model's fill-in-the-middle tokens; raise InvalidRequest if it has none."""
         marks = infill_marks(text, "input_suffix")
-        self._ends = marks.ends
+        vars(self)["_ends"] = marks.ends
         files = [(each.filename, each.text) for each in self.input_extra or ()]
         return [marks.prompt(self.input_prefix + (self.prompt or ""), self.input_suffix, files)]
 

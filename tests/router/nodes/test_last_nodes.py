@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -17,8 +19,11 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.dispatch.interface import RequestSpec
+from kvferry.router.nodes import node_source
 from kvferry.router.nodes.node_source import MAX_AGE_S, NAME, SAVE_S, LastNodes
 from kvferry.router.request_context import RequestContext
+from kvferry.runtime.private_files import write_whole
+from tests.crowded import in_time
 from tests.fake_workers import PROMPT, Bench, collect, decode, expected, ids, lease_of, prefill
 from tests.waiting import until
 
@@ -47,8 +52,7 @@ class Away:
 
 async def saved(nodes: LastNodes, *leases: NodeLease) -> None:
     nodes.save(leases)
-    if nodes._saving is not None:
-        await nodes._saving
+    await nodes.close()
 
 
 async def test_nodes_are_saved_when_they_change_and_every_ten_seconds(tmp_path: Path) -> None:
@@ -100,6 +104,41 @@ async def test_a_disk_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCap
     await saved(nodes, D1)
     assert await nodes.load() == []
     assert "are not saved" in caplog.text
+
+
+async def test_one_of_several_processes_writes_and_all_read(tmp_path: Path) -> None:
+    reads = LastNodes(tmp_path, writes=False)
+    await saved(reads, D1)
+    assert not (tmp_path / NAME).exists()
+    await saved(LastNodes(tmp_path), D1)
+    assert await reads.load() == [D1]
+
+
+async def test_the_end_waits_for_a_save_but_not_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs = threading.Event()
+
+    def slow(path: Path, content: bytes) -> None:
+        hangs.wait(30)
+        write_whole(path, content)
+
+    monkeypatch.setattr(node_source, "write_whole", slow)
+    nodes = LastNodes(tmp_path)
+    source = Away()
+    source.leases = [D1]
+    router = RouterCluster(source, MemoryStore(), RouterMetrics(), last=nodes)
+    async with router:
+        asyncio.get_running_loop().call_later(0.3, hangs.set)
+    assert await nodes.load() == [D1], "the save had ended"
+    hangs.clear()
+    monkeypatch.setattr(node_source, "CLOSE_S", 0.1)
+    nodes.save([D1, D2])
+    began = time.monotonic()
+    await nodes.close()
+    assert in_time(time.monotonic() - began, 1)
+    assert "the disk does not answer" in caplog.text
+    hangs.set()
 
 
 async def test_a_router_that_starts_without_the_registry_serves(tmp_path: Path) -> None:

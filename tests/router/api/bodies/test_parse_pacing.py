@@ -10,10 +10,12 @@ from contextlib import suppress
 import pytest
 
 from kvferry.protocol.errors import Cancelled, Overloaded
+from kvferry.router.api.bodies import parse_pacing
 from kvferry.router.api.bodies.parse_pacing import (
     COUNT_BYTES,
     CREDIT_S,
     LONG_S,
+    MAX_SHARED_WAIT_S,
     MAX_WAIT_S,
     PARSING_SHARE,
     ParsePacing,
@@ -100,6 +102,46 @@ async def test_one_that_leaves_as_its_turn_comes_holds_up_no_other() -> None:
     time.sleep(2 * LONG_S / PARSING_SHARE)  # noqa: ASYNC251 - both timers become due in one turn of the loop
     await asyncio.wait_for(stays, 20)
     assert leaves.cancelled()
+
+
+async def test_many_sources_make_no_wait_long() -> None:
+    """Each has one body, which alone would wait for nobody: most are told at once when to come back."""
+    pace, began = ParsePacing(), time.monotonic()
+    await pace.turn(CREDIT_S, "first")
+    cost = MAX_SHARED_WAIT_S * PARSING_SHARE / 10
+    waiting = [asyncio.create_task(pace.turn(cost, f"s{number}")) for number in range(40)]
+    await asyncio.sleep(0.01)
+    refused = [each.exception() for each in waiting if each.done() and not each.cancelled() and each.exception()]
+    assert len(refused) > 25
+    assert in_time(time.monotonic() - began, 2)
+    for error in refused:
+        assert isinstance(error, Overloaded)
+        assert error.status == 429
+        assert 1 <= (error.retry_after or 0) <= 1 + MAX_SHARED_WAIT_S / 10 + 0.1
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert not pace._waiting
+
+
+async def test_one_that_others_overtake_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second body of a source waits for new sources: no longer than any body may."""
+    monkeypatch.setattr(parse_pacing, "MAX_SHARED_WAIT_S", 0.3)
+    pace = ParsePacing()
+    await pace.turn(CREDIT_S, "first")
+    began = time.monotonic()
+    pace._free_at += 0.25
+    waits = asyncio.create_task(pace.turn(LONG_S, "a"))
+    await asyncio.sleep(0)
+    pace._free_at += 60
+    assert pace._timer is not None
+    pace._timer.cancel()
+    with pytest.raises(Overloaded) as caught:
+        await waits
+    assert time.monotonic() - began > 0.25
+    assert in_time(time.monotonic() - began, 2)
+    assert (caught.value.retry_after or 0) > 59
+    assert not pace._waiting
 
 
 async def test_a_body_whose_client_leaves_does_not_wait_for_its_turn() -> None:

@@ -1,0 +1,104 @@
+"""RelayedRegistry: reads the nodes' leases through nodes while the registry does not answer this router.
+
+A router that is cut off from the registry alone thus learns of nodes that start, restart and drain. If the registry is
+away for all, it still learns of a node that restarts at its address, since each node also tells its own lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from itertools import chain
+from typing import Protocol
+
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.lease import NodeLease
+from kvferry.protocol.relayed_leases import RelayedLeases
+from kvferry.protocol.wire import WireError
+from kvferry.router.nodes.client import NodeClient
+from kvferry.router.nodes.node_table import NodeTable
+from kvferry.runtime.background import end
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 1.0
+"""Time without an answer of the registry after which nodes are asked, in seconds: two polls."""
+PERIOD_S, NODE_PERIOD_S = 0.5, 0.002
+"""Shortest time between two rounds of questions, and the least for each known node, in seconds."""
+ANSWER_S = 1.0
+"""Longest silence of a node that is asked, in seconds."""
+ASKED, PROBED = 2, 4
+"""Number of connected nodes that each round asks, and of addresses of unconnected ones, which take turns."""
+MAX_RECORDS = 2**14
+"""Maximum number of leases that are read of a round's answers."""
+
+
+class SealedLeases(Protocol):
+    """Reader of the registry's records."""
+
+    def unsealed(self, records: Sequence[bytes]) -> list[NodeLease]:
+        """Return the leases in these records that are authentic, not outdated, and usable by this process."""
+
+
+class RelayedRegistry:
+    """Passes leases that nodes relay to the node table, from `start` to `stop`."""
+
+    def __init__(self, table: NodeTable, client: NodeClient, reader: SealedLeases) -> None:
+        self._table, self._client, self._reader = table, client, reader
+        self._probed = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Ask nodes whenever the registry is silent."""
+        self._task = asyncio.create_task(self._follow(), name="relayed-registry")
+
+    async def stop(self) -> None:
+        """Stop asking."""
+        if self._task is not None:
+            await end(self._task)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(max(PERIOD_S, NODE_PERIOD_S * len(self._table.entries)))
+            try:
+                if self._is_needed:
+                    await self._ask()
+            except Exception:
+                log.exception("the leases that nodes relay could not be read")
+
+    @property
+    def _is_needed(self) -> bool:
+        return self._table.registry_health.silent_s >= SILENT_S
+
+    async def _ask(self) -> None:
+        answers = await asyncio.gather(*map(self._relayed_by, self._next_nodes()))
+        records = list(dict.fromkeys(chain.from_iterable(answers)))[:MAX_RECORDS]
+        leases = self._reader.unsealed(records)
+        if leases and self._is_needed:
+            self._table.learn(leases)
+
+    def _next_nodes(self) -> list[NodeLease]:
+        """Return the nodes to ask: some that are connected, and the next of those that may have restarted."""
+        entries = self._table.entries.values()
+        connected = [entry.lease for entry in entries if entry.reachable]
+        others = [entry.lease for entry in entries if not entry.reachable]
+        first = self._probed % len(others) if others else 0
+        self._probed = first + PROBED
+        return random.sample(connected, min(ASKED, len(connected))) + (others[first:] + others[:first])[:PROBED]
+
+    async def _relayed_by(self, node: NodeLease) -> tuple[bytes, ...]:
+        """Return a node's answer; nothing if it does not answer, or is of a version that relays nothing."""
+        records: tuple[bytes, ...] = ()
+
+        def deliver(message: object) -> None:
+            nonlocal records
+            if not isinstance(message, RelayedLeases):
+                raise WireError(f"a {type(message).__name__} in an answer of leases")
+            records = message.records
+
+        try:
+            await self._client.call(node, "GET /leases", b"", ANSWER_S, None, deliver)
+        except KvferryError as error:
+            log.debug("%s relays no leases: %s", node.node_id, error)
+        return records
