@@ -40,7 +40,10 @@ def read_experts(reader: TensorReader, experts: ExpertsConfig, names: ExpertName
         for index in range(experts.count)
     )  # fmt: skip
     grouped = reader.ops.grouped(each)
-    shared = gate = down = up = None
+    shared: Gated | None = None
+    gate: torch.Tensor | None = None
+    down: Linear | None = None
+    up: Linear | None = None
     if experts.shared:
         shared = read_gated(
             reader, f"{prefix}.{names.shared}", parts, names.down, experts.shared, hidden, config.mlp_bias
