@@ -35,7 +35,8 @@ ENTRIES = (
         "layer by layer beyond its original context",
     ),
     Entry("**Ministral** (8B of 2024)", ("ministral",)),
-    Entry("**Phi-3** and Phi-4, mini too; **Granite** 3 (dense), **Helium**", ("phi3", "granite", "helium")),
+    Entry("**Phi-3** and Phi-4, mini too", ("phi3",), "longrope's factors from tensors of a GGUF"),
+    Entry("**Granite** 3 (dense), **Helium**", ("granite", "helium")),
     Entry("**Command-R**, Command-R+, Aya (Cohere), **Command-R7B** and Command-A (Cohere 2)", ("cohere", "cohere2")),
     Entry(
         "**Exaone 4**, **Hunyuan** (dense), **Nemotron** (and Minitron), **OLMo** (the first), **StableLM**, "
@@ -61,7 +62,11 @@ ENTRIES = (
         ),
         "each expert's packed layers run once a step",
     ),
-    Entry("**Phi-3.5-MoE**", ("phimoe",), "each expert's packed layers run once a step"),
+    Entry(
+        "**Phi-3.5-MoE**",
+        ("phimoe",),
+        "longrope's factors from tensors of a GGUF; each expert's packed layers run once a step",
+    ),
     Entry(
         "**Granite** 3 (experts), **Llama 4** (its text), **Qwen3-VL** (experts, with images)",
         ("granitemoe", "granitemoeshared", "llama4_text", "qwen3_vl_moe_text"),
@@ -86,7 +91,8 @@ ENTRIES = (
     ),
     Entry("the same: **Falcon-H1** (Mamba 2)", ("falcon_h1",), _RECURRENT),
     Entry(
-        "the same with experts: **LFM2**, **Qwen3-Next**, **Jamba**, **Nemotron-H** and Nemotron 3 (dense ones, too)",
+        "the same with experts: **LFM2**, **Qwen3-Next**, **Jamba**, **Nemotron-H** and Nemotron 3 (Super, too; dense "
+        "ones, too)",
         ("lfm2_moe", "qwen3_next", "jamba", "nemotron_h"),
         _RECURRENT,
     ),

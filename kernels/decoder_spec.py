@@ -97,7 +97,8 @@ class Experts:
     each: the experts; None for one on another rank. correction: see `route`. grouped: the experts of `each` as grouped
     products, or None. shared: an MLP for all tokens, or None. shared_gate: [1, hidden], whose sigmoid multiplies the
     outputs of `shared`, or None. joined: combines the outputs of the experts, or parts of them, on this rank, float32
-    [n, hidden], with those of other ranks."""
+    [n, hidden], with those of other ranks. latent_down, latent_up: [latent, hidden], which makes the inputs of experts
+    that compute in a latent, and [hidden, latent], for the sum of their outputs; None: they take hidden states."""
 
     router: Linear
     each: tuple[Gated | None, ...]
@@ -107,12 +108,13 @@ class Experts:
     shared_gate: Linear | None = None
     joined: Callable[[torch.Tensor], torch.Tensor] = whole
     grouped: GroupedGated | None = None
+    latent_down: Linear | None = None
+    latent_up: Linear | None = None
 
     def dense_layers(self) -> Iterator[Linear]:
         """Yield the dense layers."""
         yield self.router
-        if self.shared_gate is not None:
-            yield self.shared_gate
+        yield from filter(None, (self.latent_down, self.latent_up, self.shared_gate))
         for mlp in (*self.each, self.shared):
             if mlp is not None:
                 yield from mlp.dense_layers()

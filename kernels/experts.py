@@ -3,7 +3,8 @@
 The layers are those of Shazeer et al. 2017. Tokens are sorted by expert, so an expert's dense layers run once a step:
 as grouped products if the backend has them, which divide the work on the device; otherwise one expert after the other,
 and the host counts the tokens of each. A token's result depends on that token alone: its experts' outputs are added in
-float32 in the order of their ranks, then the shared expert's."""
+float32 in the order of their ranks, then the shared expert's. Experts may compute in a latent of fewer numbers
+(Nemotron 3 Super)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def mixed(
     """Compute `mixture` for the weights and experts that `route` returned."""
     pairs = chosen.flatten()
     order = pairs.argsort(stable=True)
-    inputs = x.index_select(0, order // experts.routing.chosen)
+    taken = x if experts.latent_down is None else experts.latent_down(x)
+    inputs = taken.index_select(0, order // experts.routing.chosen)
     if experts.routing.on_inputs:
         inputs = (inputs * weights.flatten()[order, None]).to(x.dtype)
         weights = torch.ones_like(weights)
@@ -42,6 +44,8 @@ def mixed(
     total = outputs.index_select(0, places[:, 0]) * weights[:, :1]
     for rank in range(1, experts.routing.chosen):
         total += outputs.index_select(0, places[:, rank]) * weights[:, rank, None]
+    if experts.latent_up is not None:
+        total = experts.latent_up(total.to(x.dtype), torch.float32)
     if (shared := experts.shared) is not None:
         common = shared.down(activated(shared.gate_up(x)), torch.float32)
         gate = experts.shared_gate
@@ -50,7 +54,7 @@ def mixed(
 
 
 def _grouped(grouped: GroupedGated, inputs: torch.Tensor, chosen: torch.Tensor, activated: Activated) -> torch.Tensor:
-    """Return float32 [n, hidden] for inputs [n, hidden] sorted by expert; chosen: the expert of each."""
+    """Return float32 [n, width] for inputs [n, width] sorted by expert; chosen: the expert of each."""
     numbers = torch.arange(len(grouped.each), device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     return grouped.down(activated(grouped.gate_up(inputs, ends, chosen)), ends, chosen).float()

@@ -39,5 +39,7 @@ def assumed_tensors(
     matrices = 2 if text.get("model_type") in SINGLE | UNGATED else 3
     yield Tensor("layers.mlp.weight", (mlps - mixed, matrices * inner, hidden))
     inner = whole_or(text, "moe_intermediate_size", inner)
-    yield Tensor("layers.experts.weight", (mixed, matrices * experts * inner, hidden))
+    latent = whole_or(text, "moe_latent_size", 0)
+    yield Tensor("layers.experts.weight", (mixed, matrices * experts * inner, latent or hidden))
+    yield Tensor("layers.latents.weight", (mixed, 2 * latent, hidden))
     yield Tensor("layers.shared_experts.weight", (mixed, matrices * shared_width(text, inner), hidden))

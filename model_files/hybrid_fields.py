@@ -75,8 +75,6 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
 
 def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
     """Return Nemotron-H's fields: a layer is a mixer, attention, an MLP or experts, by a text or a list."""
-    if config.get("moe_latent_size"):
-        raise ConfigError("config.json: moe_latent_size is not supported", param="model")
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is not None and not isinstance(kinds, list):
         raise ConfigError(f"config.json: layers_block_type must be a list, got {kinds!r:.40}", param="model")

@@ -17,7 +17,7 @@ DENSE = {
     "qwen2_5_vl_text": Family(gguf=False, qkv_bias=True),
     "qwen3_vl_text": Family(gguf=False, qk_norm=True),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
-    "phi3": Family(gguf=False, fused=True, windowed=True),
+    "phi3": Family(fused=True, windowed=True),
     "glm4": Family(
         gguf=False, fused_mlp=True, interleaved=True, partial=0.5, o_bias=False, norm_behind=True,
         names_behind=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),

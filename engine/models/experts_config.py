@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.engine.models.family import ExpertNames, Family
 from kvferry.kernels.expert_routing import Routing
 from kvferry.kernels.gate_spec import Gate
-from kvferry.model_files.config_fields import whole
+from kvferry.model_files.config_fields import whole, whole_or
 from kvferry.model_files.expert_fields import COUNTS, holds_experts, shared_width
 from kvferry.model_files.recurrent_fields import SIZES
 from kvferry.protocol.errors import ConfigError
@@ -19,7 +19,7 @@ class ExpertsConfig:
     """Experts of a model: `count` of width `size`; layers[i]: layer i has them in place of its MLP, or beside it.
 
     held: those on this rank, or a part of each. shared: width of the MLP that all tokens pass through, too, 0 for none.
-    gate: their own activation, or None."""
+    gate: their own activation, or None. latent: numbers of the vectors that experts take and give; 0: hidden states."""
 
     count: int
     size: int
@@ -28,6 +28,7 @@ class ExpertsConfig:
     held: range
     shared: int = 0
     gate: Gate | None = None
+    latent: int = 0
 
 
 def unsupported_routing(config: dict[str, Any], names: ExpertNames) -> str | None:
@@ -63,6 +64,7 @@ def parse_experts(config: dict[str, Any], family: Family, layers: int) -> Expert
         held=range(count),
         shared=shared_width(config, size),
         gate=_clamped(config) if names.clamped else None,
+        latent=whole_or(config, "moe_latent_size", 0),
     )
 
 

@@ -36,6 +36,7 @@ def parse_gguf(file: GGUFFile) -> DecoderConfig:
         qkv_bias="attn_q.bias" in biases or "attn_qkv.bias" in biases,
         o_bias="attn_output.bias" in biases,
         mlp_bias="ffn_down.bias" in biases,
+        head_bias="output.bias" in file.tensors,
     )
 
 

@@ -16,8 +16,7 @@ from kvferry.engine.models.dummy_weights import DummyWeights
 from kvferry.engine.models.families import FAMILIES
 from kvferry.engine.models.gemma3n import Gemma3nDecoder, Gemma3nLoader
 from kvferry.engine.models.gemma4 import Gemma4Decoder, Gemma4Loader
-from kvferry.engine.models.gguf_config import parse_gguf
-from kvferry.engine.models.gguf_hybrid import gguf_weights
+from kvferry.engine.models.gguf_decoder import open_gguf
 from kvferry.engine.models.heap_trim import trim_heap
 from kvferry.engine.models.multipliers import MultipliedWeights
 from kvferry.engine.models.parameters import ParameterLoader, Parameters, Progress
@@ -207,8 +206,7 @@ def _open_gguf(source: ModelSource, required: bool) -> OpenedModel | None:
     family = FAMILIES.get(gguf_family(file))
     if not required and (family is None or not family.gguf):
         return None
-    config = parse_gguf(file)
-    weights = gguf_weights(file, config)
+    config, weights = open_gguf(file)
     return OpenedModel(config, weights, read_facts(source).max_model_len, weights.rope_divisors())
 
 

@@ -54,7 +54,7 @@ MIXTURES = {
         experts=ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp", renormalised=True, precise=True),
     ),
     "phimoe": Family(
-        gguf=False, theta=1000000.0, centred=True, norm_bias=True, eps=("rms_norm_eps", 1e-5), windowed=True,
+        theta=1000000.0, centred=True, norm_bias=True, eps=("rms_norm_eps", 1e-5), windowed=True,
         head_bias_option="lm_head_bias", experts=replace(MIXTRAL, renormalised=False, mixer=True),
     ),
     "ernie4_5_moe": Family(

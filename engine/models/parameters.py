@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvferry.engine.models.family import ExpertNames
+from kvferry.engine.models.expert_parameters import read_experts, read_gated
 from kvferry.engine.models.interleaved import half_split
 from kvferry.engine.models.mixer_parameters import read_mixer
 from kvferry.engine.models.reader import TensorReader
@@ -147,42 +147,13 @@ class ParameterLoader:
             if config.activation is not None:
                 return self._ungated(f"{prefix}.mlp", config.activation)
             parts = ("gate_up_proj",) if config.family.fused or config.family.fused_mlp else ("gate_proj", "up_proj")
-            return self._gated(f"{prefix}.{config.family.mlp}", parts, "down_proj", self._width(index))
-        router = self._router(f"{prefix}.{names.router}", names, experts.count)
-        parts, biased = (names.gate, names.up) if config.activation is None else (names.up,), names.biased
-        each = tuple(
-            self._gated(f"{prefix}.{names.experts}.{each}", parts, names.down, experts.size, biased)
-            if each in experts.held
-            else None
-            for each in range(experts.count)
-        )
-        grouped = reader.ops.grouped(each)
-        shared = self._gated(f"{prefix}.{names.shared}", parts, names.down, experts.shared) if experts.shared else None
-        gate = (
-            reader.stack([(f"{prefix}.{names.shared_gate}.weight", 1)], config.hidden_size)
-            if names.shared_gate
-            else None
-        )
-        return Experts(
-            router=router,
-            each=each if grouped is None else grouped.each,
-            grouped=grouped,
-            routing=experts.routing,
-            correction=self._correction(f"{prefix}.{names.correction}", names, experts.count),
-            shared=shared,
-            shared_gate=None if gate is None or shared is None else reader.ops.linear(gate),
-        )
+            own, inner = f"{prefix}.{config.family.mlp}", self._width(index)
+            return read_gated(reader, own, parts, "down_proj", inner, config.hidden_size, config.mlp_bias)
+        return read_experts(reader, experts, names, prefix)
 
     def _width(self, index: int) -> int:
         """Return the width of a layer's MLP."""
         return self._config.intermediate_size
-
-    def _router(self, name: str, names: ExpertNames, count: int) -> Linear:
-        reader, hidden = self._reader, self._config.hidden_size
-        if names.precise:
-            return reader.ops.linear(reader.float32(f"{name}.weight", count, hidden))
-        bias = reader.stack([(f"{name}.bias", count)], None) if names.biased else None
-        return reader.ops.linear(reader.stack([(f"{name}.weight", count)], hidden), bias)
 
     def _ungated(self, prefix: str, kind: Kind) -> Ungated:
         config, reader = self._config, self._reader
@@ -196,24 +167,6 @@ class ParameterLoader:
             up=reader.dense(prefix, [("up_proj", inner)], hidden, bias),
             down=reader.dense(prefix, [("down_proj", hidden)], inner, bias, config.factors.residual),
             activation=activation,
-        )
-
-    def _correction(self, name: str, names: ExpertNames, count: int) -> torch.Tensor | None:
-        if not names.correction:
-            return None
-        return self._reader.float32(name, *((1, count) if names.correction_row else (count,))).view(-1)
-
-    def _gated(self, prefix: str, parts: tuple[str, ...], down: str, inner: int, bias: bool | None = None) -> Gated:
-        """Load an MLP. parts: names of gate and up, of both in one tensor, or of up alone. inner: its width.
-
-        bias: has biases; None: the config says."""
-        hidden = self._config.hidden_size
-        bias = self._config.mlp_bias if bias is None else bias
-        outputs = inner if self._config.activation is not None else 2 * inner
-        gate_up = [(part, outputs // len(parts)) for part in parts]
-        return Gated(
-            gate_up=self._reader.dense(prefix, gate_up, hidden, bias),
-            down=self._reader.dense(prefix, [(down, hidden)], inner, bias, self._config.factors.residual),
         )
 
 

@@ -69,6 +69,8 @@ _RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         (".mixer.up_proj.", ".mlp.up_proj."),
         (".mixer.down_proj.", ".mlp.down_proj."),
         (".mixer.gate.", ".mlp.gate."),
+        (".mixer.fc1_latent_proj.", ".mlp.fc1_latent_proj."),
+        (".mixer.fc2_latent_proj.", ".mlp.fc2_latent_proj."),
         (".mixer.experts.", ".mlp.experts."),
         (".mixer.shared_experts.", ".mlp.shared_experts."),
     ),

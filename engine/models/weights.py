@@ -125,8 +125,17 @@ class GGUFWeights:
     def rope_divisors(self) -> torch.Tensor | None:
         """Return the file's per-frequency divisors of the rotary embedding (Llama 3), or None."""
         tensor = self._file.tensors.get("rope_freqs.weight")
+        return None if tensor is None else self._values(tensor)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """Return a tensor of one dimension under its name in the file, in float32. Raises ConfigError as `read`."""
+        tensor = self._file.tensors.get(name)
         if tensor is None:
-            return None
+            raise missing(name)
+        check_shape(name, tensor.shape, (size,))
+        return self._values(tensor)
+
+    def _values(self, tensor: GGUFTensor) -> torch.Tensor:
         out = torch.empty(tensor.shape)
         dequantise(self.bytes_of(tensor), tensor.type, out)
         return out

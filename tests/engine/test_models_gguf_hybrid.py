@@ -121,6 +121,8 @@ def nemotron_h(config: Any) -> dict[str, Any]:
     }
     if "moe" not in config.layers_block_type:
         return fields
+    if config.moe_latent_size:
+        fields["moe_latent_size"] = config.moe_latent_size
     return fields | {
         "expert_count": config.n_routed_experts,
         "expert_used_count": config.num_experts_per_tok,
@@ -147,6 +149,7 @@ FILES = {
     "jamba": ("jamba", jamba),
     "nemotron-h": ("nemotron_h", nemotron_h),
     "nemotron-3": ("nemotron_h_moe", nemotron_h),
+    "nemotron-3-super": ("nemotron_h_moe", nemotron_h),
 }
 
 

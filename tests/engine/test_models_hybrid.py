@@ -77,6 +77,8 @@ ROUTED = (
     "lfm2-moe-plain",
     "jamba-biased",
     "nemotron-3",
+    "nemotron-3-super",
+    "nemotron-3-super-biased",
     "minimax",
 )
 """Tiny mixtures whose rounded routers choose other experts now and then, in transformers as in ours."""
@@ -271,7 +273,7 @@ def test_adapters_that_do_not_fit(tensor: str, told: str, tmp_path: Path) -> Non
         ("lfm2-moe", {"num_dense_layers": "x"}, "num_dense_layers must be a number of at least 0, got 'x'"),
         ("minimax", {"mlp_alpha_factor": "x"}, "mlp_alpha_factor must be a number of at least 0, got 'x'"),
         ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias must be true"),
-        ("nemotron-3", {"moe_latent_size": 8}, "moe_latent_size is not supported"),
+        ("nemotron-3", {"moe_latent_size": -8}, "moe_latent_size must be a whole number of at least 1, got -8"),
         ("minimax", {"mlp_beta_factor": 2}, "mlp_beta_factor must be 1, got 2"),
         ("jamba", {"mamba_dt_rank": 0}, "mamba_dt_rank must be a whole number of at least 1, got 0"),
         ("qwen3.5", {"linear_key_head_dim": -4}, "linear_key_head_dim must be a whole number of at least 1"),

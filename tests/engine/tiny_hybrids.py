@@ -52,6 +52,14 @@ NEMOTRON = {
     "chunk_size": 16,
     "pad_token_id": 0,
 }
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+}
 HYBRIDS = {
     "lfm2": lambda: family(
         "Lfm2Config",
@@ -164,15 +172,10 @@ HYBRIDS = {
         conv_kernel=3,
         **NEMOTRON | {"n_groups": 1},
     ),
-    "nemotron-3": lambda: family(
-        "NemotronHConfig",
-        layers_block_type=["linear_attention", "moe", "full_attention", "moe", "mlp"],
-        n_routed_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        moe_shared_expert_intermediate_size=40,
-        routed_scaling_factor=1.7,
-        **NEMOTRON,
+    "nemotron-3": lambda: family("NemotronHConfig", **NEMOTRON | NEMOTRON_EXPERTS),
+    "nemotron-3-super": lambda: family("NemotronHConfig", moe_latent_size=20, **NEMOTRON | NEMOTRON_EXPERTS),
+    "nemotron-3-super-biased": lambda: family(
+        "NemotronHConfig", moe_latent_size=72, mlp_bias=True, **NEMOTRON | NEMOTRON_EXPERTS
     ),
 }
 

@@ -27,7 +27,15 @@ struct ChunkHead {
   float rate;                       // what decays are multiplied with
 };
 
-// scale / the length of each of kLanes rows, padded with zeros to whole vectors.
+// scale / the lengths of kLanes vectors, of which `squares` has sums.
+KVF_INLINE Floats lengths_of(Floats* squares, float scale) {
+  float factors[kLanes];
+  store(factors, sums(squares));
+  for (int i = 0; i < kLanes; ++i) factors[i] = scale / __builtin_sqrtf(factors[i] + kUnitEps);
+  return load(factors);
+}
+
+// The same of rows, padded with zeros to whole vectors.
 KVF_INLINE Floats lengths_to(const float* rows, int64_t padded, float scale) {
   Floats squares[kLanes];
   for (int i = 0; i < kLanes; ++i) {
@@ -38,10 +46,7 @@ KVF_INLINE Floats lengths_to(const float* rows, int64_t padded, float scale) {
     }
     squares[i] = total;
   }
-  float factors[kLanes];
-  store(factors, sums(squares));
-  for (int i = 0; i < kLanes; ++i) factors[i] = scale / __builtin_sqrtf(factors[i] + kUnitEps);
-  return load(factors);
+  return lengths_of(squares, scale);
 }
 
 // to [padded dim, kChunkTokens] = the vectors of `count` tokens, transposed; zeros behind them. unit: with length `scale`.
@@ -118,11 +123,12 @@ inline __attribute__((noinline)) void weigh_tokens(const ChunkHead& head, int64_
   }
 }
 
-// The changes of a tile of tokens: what lies in m.changes are values v.
-KVF_INLINE void solve_changes(const ChunkMemory& m, const float* state, int64_t t, int64_t column) {
+// The changes of a tile of tokens: what lies in m.changes are values v. found(total, t, column) adds k S.
+template <class Found>
+KVF_INLINE void solve_changes(const ChunkMemory& m, Found found, int64_t t, int64_t column) {
   Floats total[kTileHeight][kTileVecs] = {};
   float* changes = m.changes + column;
-  add_product<kTileVecs>(total, m.keys + t, 1, kChunkTokens, state + column, m.step, m.depth);
+  found(total, t, column);
 #pragma GCC unroll 8
   for (int r = 0; r < kTileHeight; ++r)
 #pragma GCC unroll 2
@@ -141,10 +147,11 @@ KVF_INLINE void solve_changes(const ChunkMemory& m, const float* state, int64_t 
   }
 }
 
-// What a tile of tokens gives, of the changes up to its own.
-KVF_INLINE void give_outputs(const ChunkMemory& m, const float* state, int64_t t, int64_t column) {
+// What a tile of tokens gives, of the changes up to its own. found(total, t, column) adds q S.
+template <class Found>
+KVF_INLINE void give_outputs(const ChunkMemory& m, Found found, int64_t t, int64_t column) {
   Floats total[kTileHeight][kTileVecs] = {};
-  add_product<kTileVecs>(total, m.queries + t, 1, kChunkTokens, state + column, m.step, m.depth);
+  found(total, t, column);
 #pragma GCC unroll 8
   for (int r = 0; r < kTileHeight; ++r)
 #pragma GCC unroll 2
@@ -154,51 +161,31 @@ KVF_INLINE void give_outputs(const ChunkMemory& m, const float* state, int64_t t
     for (int j = 0; j < kTileVecs; ++j) store(m.outputs + (t + r) * m.step + column + j * kLanes, total[r][j]);
 }
 
-// kTileHeight rows of the state once the chunk's `rows` changes are in, of which each is decayed to the chunk's end.
-KVF_INLINE void update_state(const ChunkMemory& m, float* state, int64_t row, int64_t rows, int64_t column) {
-  Floats total[kTileHeight][kTileVecs];
-  float* at = state + row * m.step + column;
-  const float kept = m.gained[kChunkTokens - 1];
-  for (int r = 0; r < kTileHeight; ++r)
-    for (int j = 0; j < kTileVecs; ++j) total[r][j] = load(at + r * m.step + j * kLanes) * kept;
-  add_product<kTileVecs>(total, m.keys + row * kChunkTokens, kChunkTokens, 1, m.changes + column, m.step, rows);
-  for (int r = 0; r < kTileHeight; ++r)
-    for (int j = 0; j < kTileVecs; ++j) store(at + r * m.step + j * kLanes, total[r][j]);
-}
-
-// A head's chunk: its values lie in m.changes, padded with zeros, and what it gives in m.outputs.
-inline __attribute__((noinline)) void run_chunk(const ChunkHead& head, ChunkMemory& m, float* state) {
-  const int64_t rows = padded_to(head.count, kTileHeight);
-  weigh_tokens(head, rows, m);
-  for (int64_t column = 0; column < m.width; column += kTileWidth) {
-    for (int64_t t = 0; t < rows; t += kTileHeight) {
-      if (head.beta != nullptr) solve_changes(m, state, t, column);
-      give_outputs(m, state, t, column);
-    }
-    for (int64_t s = 0; s < rows; ++s)
-      for (int j = 0; j < kTileVecs; ++j) {
-        float* at = m.changes + s * m.step + column + j * kLanes;
-        store(at, load(at) * m.left[s]);
-      }
-    for (int64_t row = 0; row < m.depth; row += kTileHeight) update_state(m, state, row, rows, column);
+// What a chunk changes and gives in kTileWidth columns of a head's state.
+template <class OfKeys, class OfQueries>
+KVF_INLINE void run_columns(const ChunkHead& head, const ChunkMemory& m, int64_t column, OfKeys of_keys, OfQueries of_queries) {
+  for (int64_t t = 0; t < padded_to(head.count, kTileHeight); t += kTileHeight) {
+    if (head.beta != nullptr) solve_changes(m, of_keys, t, column);
+    give_outputs(m, of_queries, t, column);
   }
 }
 
-// The tokens of a sequence of `heads` heads that share keys, chunk by chunk. keys(at, count) loads m.keys and m.queries;
+// The tokens of a sequence of `heads` heads that share keys, chunk by chunk. keys(at, count) loads keys and queries;
 // values(head, at, count) returns the head's chunk and loads its rows of m.changes, behind which zeros are filled in;
 // results(head, at, count) takes m.outputs.
-template <class Keys, class Values, class Results>
-KVF_INLINE void run_chunks(ChunkMemory& m, int64_t heads, int64_t begin, int64_t end, bool solve, Keys keys, Values values,
+template <class Chunks, class Keys, class Values, class Results>
+KVF_INLINE void run_chunks(Chunks& c, int64_t heads, int64_t begin, int64_t end, bool solve, Keys keys, Values values,
                            Results results) {
+  ChunkMemory& m = c.m;
+  c.begin();
   for (int64_t at = begin; at < end; at += kChunkTokens) {
-    const int64_t count = end - at < kChunkTokens ? end - at : kChunkTokens, rows = padded_to(count, kTileHeight);
+    const int64_t count = end - at < kChunkTokens ? end - at : kChunkTokens;
     keys(at, count);
-    if (solve) products_of_tokens(m.keys, m.keys, m.depth, rows, m.keys_keys);
-    products_of_tokens(m.keys, m.queries, m.depth, rows, m.queries_keys);
+    c.multiply_tokens(count, solve);
     for (int64_t head = 0; head < heads; ++head) {
       const ChunkHead own = values(head, at, count);
-      std::fill(m.changes + count * m.step, m.changes + rows * m.step, 0.0f);
-      run_chunk(own, m, m.states + head * m.state_floats());
+      std::fill(m.changes + count * m.step, m.changes + kChunkTokens * m.step, 0.0f);
+      c.run(own, head);
       results(head, at, count);
     }
   }

@@ -69,7 +69,7 @@ inline void NativeKernels::causal_conv(Array x, Array weight, MaybeArray bias, A
   task.silu = silu;
   task.states = states_of(states, {task.channels, task.width - 1});
   task.seqs = rows.view();
-  run(table_->recurrent->causal_conv[kind], &task, elements(out), kSmall);
+  run(table_->recurrent->causal_conv[kind], &task, elements(out) * task.width, kSmall);
 }
 
 inline void NativeKernels::delta_rule(Array q, Array k, Array v, Array decay, Array beta, Array states,
@@ -92,8 +92,7 @@ inline void NativeKernels::delta_rule(Array q, Array k, Array v, Array decay, Ar
   task.states = states_of(states, {task.v_heads, task.k_dim, task.v_dim});
   task.seqs = rows.view();
   task.together = heads_together(task.v_heads / task.k_heads, task.seqs.chain_count * task.v_heads, threads());
-  task.memory_step = std::max(delta_floats(task.k_dim, task.v_dim),
-                              ChunkMemory::floats(task.k_dim, task.v_dim, task.together));
+  task.memory_step = std::max(delta_floats(task.k_dim, task.v_dim), chunk_floats(task.k_dim, task.v_dim, task.together));
   task.memory = reinterpret_cast<float*>(aligned_bytes(threads() * task.memory_step * sizeof(float)));
   run(table_->recurrent->delta_rule[kind], &task, elements(out) * task.k_dim, kSmall);
 }
@@ -124,7 +123,7 @@ inline void NativeKernels::state_space(Array x, Array dt, Array a, Array b, Arra
   task.states = states_of(states, {task.heads, task.dim, task.n});
   task.seqs = rows.view();
   task.together = heads_together(task.heads / task.groups, task.seqs.chain_count * task.heads, threads());
-  task.memory_step = std::max(scan_floats(task.n), ChunkMemory::floats(task.n, task.dim, task.together));
+  task.memory_step = std::max(scan_floats(task.n), chunk_floats(task.n, task.dim, task.together));
   task.memory = reinterpret_cast<float*>(aligned_bytes(threads() * task.memory_step * sizeof(float)));
   run(table_->recurrent->state_space[kind], &task, elements(out) * task.n, kSmall);
 }

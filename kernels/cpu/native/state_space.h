@@ -2,7 +2,7 @@
 // chunks, some heads of a group.
 #pragma once
 
-#include "chunked.h"
+#include "chunk_tiles.h"
 #include "scan_step.h"
 
 namespace kvferry {
@@ -11,7 +11,8 @@ namespace {
 // One sequence of heads [first, first + count) of a group, in chunks: b are keys, c queries, and dt x the changes. States are
 // transposed on their way in and out.
 template <class T>
-KVF_INLINE void scan_chunks(const ScanTask& t, int64_t first, int64_t count, int64_t seq, ChunkMemory& m) {
+KVF_INLINE void scan_chunks(const ScanTask& t, int64_t first, int64_t count, int64_t seq, ChunksOf<T>& chunks) {
+  ChunkMemory& m = chunks.m;
   const int64_t size = t.dim * t.n, group = first / (t.heads / t.groups);
   const float* before = t.states.row(t.seqs.before[seq]);
   float* after = t.states.row(t.seqs.after[seq]);
@@ -19,9 +20,8 @@ KVF_INLINE void scan_chunks(const ScanTask& t, int64_t first, int64_t count, int
   for (int64_t head = 0; before != nullptr && head < count; ++head)
     transpose_all(before + (first + head) * size, t.n, t.dim, t.n, m.states + head * m.state_floats(), m.step);
   const auto keys = [&](int64_t at, int64_t tokens) {
-    load_columns(static_cast<const T*>(t.b) + at * t.b_step + group * t.n, t.b_step, tokens, t.n, false, 1.0f, m.rows, m.keys);
-    load_columns(static_cast<const T*>(t.c) + at * t.c_step + group * t.n, t.c_step, tokens, t.n, false, 1.0f, m.rows,
-                 m.queries);
+    chunks.load_keys(static_cast<const T*>(t.b) + at * t.b_step + group * t.n, t.b_step, tokens, t.n, false);
+    chunks.load_queries(static_cast<const T*>(t.c) + at * t.c_step + group * t.n, t.c_step, tokens, t.n, false, 1.0f);
   };
   const auto values = [&](int64_t head, int64_t at, int64_t tokens) {
     const float* dt = t.dt + at * t.dt_step + first + head;
@@ -43,7 +43,7 @@ KVF_INLINE void scan_chunks(const ScanTask& t, int64_t first, int64_t count, int
         store_part(out + j, load(m.outputs + i * m.step + j) + load_part(x + j, t.dim - j) * direct, t.dim - j);
     }
   };
-  run_chunks(m, count, t.seqs.starts[seq], t.seqs.starts[seq + 1], false, keys, values, results);
+  run_chunks(chunks, count, t.seqs.starts[seq], t.seqs.starts[seq + 1], false, keys, values, results);
   for (int64_t head = 0; after != nullptr && head < count; ++head)
     transpose_all(m.states + head * m.state_floats(), m.step, t.n, t.dim, after + (first + head) * size, t.n);
 }
@@ -68,9 +68,9 @@ void run_state_space(void* argument, int member, int, Barrier& barrier) {
       const int64_t* chain = t.seqs.chains + number;
       const bool chunks = !t.each_state && t.dim > 1 && goes_in_chunks(t.seqs, number);
       if (part >= (chunks ? parts : runs)) return;
-      ChunkMemory m(memory, t.n, t.dim);
+      ChunksOf<T> work(memory, t.n, t.dim);
       for (int64_t seq = chain[0]; seq < chain[1]; ++seq)
-        chunks ? scan_chunks<T>(t, part * t.together, t.together, seq, m)
+        chunks ? scan_chunks<T>(t, part * t.together, t.together, seq, work)
                : scan_run<T>(t, part, seq, chain[1] - chain[0] == 1, memory);
       settle_streams();
     };
