@@ -49,16 +49,19 @@ class MediaItem:
 class RenderRequest:
     """Router → node, `POST /attempts/render`: make the prompt of a chat with media. Answered by a RenderedPrompt.
 
-    chat        JSON of messages, tools and variables of the template, with media as data URLs
+    chat        JSON of messages, tools and variables of the template; each medium is a data URL that ends before its
+                data
     adapter     id of the LoRA adapter; empty: none
     deadline_s  seconds left for the request when the message was sent
     template    chat template in place of the model's own; empty: the model's
+    files       the media's files, in order; they travel after the message, see `followed_by`
     """
 
     chat: bytes
     adapter: str = ""
     deadline_s: float = 600.0
     template: str = ""
+    files: tuple[bytes, ...] = ()
 
 
 @message(66, checked=True)
@@ -123,12 +126,19 @@ def media_within(items: Sequence[MediaItem], length: int) -> tuple[MediaItem, ..
     return tuple(replace(each, length=min(each.length, length - each.offset), data=b"") for each in inside)
 
 
-def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
-    """Return a packed message with the data of its media after it, each as a message of bytes.
+def followed_by(message: bytes, datas: Iterable[bytes]) -> list[bytes]:
+    """Return the pieces of a packed message with data after it, each as a message of bytes.
 
-    Inside the message each level of nesting would copy them, which takes a tenth of a second for 16 MiB."""
-    parts = [part for item in items for part in (_BYTES.pack(_BIN_32, len(item.data)), item.data)]
-    return b"".join((message, *parts))
+    Inside the message each level of nesting would copy the data, which takes a tenth of a second for 16 MiB."""
+    pieces = [message]
+    for data in datas:
+        pieces += (_BYTES.pack(_BIN_32, len(data)), data)
+    return pieces
+
+
+def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
+    """Return a packed message with the data of its media after it, see `followed_by`."""
+    return b"".join(followed_by(message, (item.data for item in items)))
 
 
 def joined(items: Sequence[MediaItem], datas: Sequence[Any]) -> tuple[MediaItem, ...]:

@@ -268,9 +268,9 @@ class FakeWorker:
         return Response(status_code=202)
 
     async def _render(self, request: Request) -> Response:
-        message = unpack(await request.body())
+        message, *files = FrameReader().feed(await request.body())
         assert isinstance(message, RenderRequest)
-        self.rendered.append(message)
+        self.rendered.append(replace(message, files=tuple(files)))
         answer = self.prompts.pop(0)
         await asyncio.sleep(self.render_s)
         if answer == CRASH:

@@ -11,13 +11,12 @@ import msgpack
 import torch
 
 from kvferry.engine.media.chat import ChatMedium, ChatRenderer
-from kvferry.engine.media.data_urls import data_of
 from kvferry.engine.media.embedding_rows import EmbeddingRows
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.engine.media.media_family import Grid, MediaFamily
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.media import MediaItem, RenderedPrompt
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,12 @@ class FamilyEncoder(MediaEncoder):
         self._library = tokenizer.library
         self._token_id = self._library.token_to_id(family.token)
 
-    def render(self, chat: bytes, template: str = "") -> RenderedPrompt:
-        rendered = self._chats.of(template).render(chat)
-        media = [self._medium(medium) for medium in rendered.media]
+    def render(self, request: RenderRequest) -> RenderedPrompt:
+        rendered = self._chats.of(request.template).render(request.chat)
+        if len(request.files) != len(rendered.media):
+            counts = f"{len(rendered.media)} images and audios, and {len(request.files)} files came with it"
+            raise InvalidRequest(f"the chat has {counts}", param="messages")
+        media = [self._medium(*each) for each in zip(rendered.media, request.files, strict=True)]
         text, spans = rendered.texts[0], []
         for medium, behind in zip(media, rendered.texts[1:], strict=True):
             shown = self._family.placeholders(medium.grid)
@@ -91,10 +93,9 @@ class FamilyEncoder(MediaEncoder):
             position, place = int(parts[-1].max()) + 1, item.offset + item.length
         return torch.cat((*parts, _line(position, len(token_ids) - place)), 1) if media else None
 
-    def _medium(self, medium: ChatMedium) -> _Medium:
+    def _medium(self, medium: ChatMedium, file: bytes) -> _Medium:
         if medium.modality not in self.modalities:
             raise InvalidRequest(f"{medium.field}: the model takes no {medium.modality}", param=medium.field)
-        file = data_of(medium.url, medium.field)
         return _Medium(file, self._family.grid(file, medium.field))
 
     def _item(self, medium: _Medium, found: Any, span: tuple[int, int]) -> MediaItem:

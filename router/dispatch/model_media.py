@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvferry.placement.rejections import no_nodes
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied, NodeLost, StepFailed
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, joined
+from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, followed_by, joined
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.wire import WireError, pack
 from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
@@ -58,7 +58,7 @@ class ModelMedia:
             found: list[Any] = []
             if (entry := self._nodes.entries.get(node_key(node))) is None:
                 raise NodeLost(f"{node.node_id} is lost")
-            body = pack(replace(request, deadline_s=left_s))
+            body = followed_by(pack(replace(request, deadline_s=left_s, files=())), request.files)
             call = self._client.call(node, "POST /attempts/render", body, left_s, None, found.append)
             await watched(entry, call, left_s, ignore_suspicion=is_last)
             return RenderedMedia(*_prompt(found, node))
