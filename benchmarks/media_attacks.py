@@ -1,4 +1,4 @@
-"""Hostile clients that send images: too large, too many, damaged, and valid ones of the largest size; or their bytes."""
+"""Hostile clients that send images (too large, too many, damaged, valid ones of the largest size), or their bytes."""
 
 from __future__ import annotations
 

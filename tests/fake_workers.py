@@ -281,7 +281,7 @@ class FakeWorker:
             return _error(answer)
         media = getattr(answer, "media", ())
         message = pack(replace(answer, media=without_data(media)) if media else answer)
-        return Response(with_data(message, media))
+        return Response(b"".join(with_data(message, media)))
 
     async def _encode(self, request: Request) -> Response:
         message, *datas = FrameReader().feed(await request.body())

@@ -68,8 +68,10 @@ class MediaRoutes:
             raise AdapterNotLoaded("the engine has no LoRA adapter with this id")
         made = engine.render(asked, names.get(asked.adapter, ""))
         prompt = await self._in_time(request, made, asked.deadline_s)
-        message = pack(replace(prompt, media=without_data(prompt.media)))
-        return Response(with_data(message, prompt.media), media_type=MSGPACK)
+        known = bool(asked.files) and [item.file for item in prompt.media] == [*asked.files]
+        items = [replace(item, file=b"") for item in prompt.media] if known else prompt.media
+        message = pack(replace(prompt, media=without_data(items), needs_files=known))
+        return Response(b"".join(with_data(message, items)), media_type=MSGPACK)
 
     async def post_transcribe(self, request: Request) -> Response:
         """Answer with SpeechParts. An error before the first part has a status; a later one cuts the answer off."""

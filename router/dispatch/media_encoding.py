@@ -18,7 +18,7 @@ from kvferry.protocol.errors import KvferryError, NodeLost
 from kvferry.protocol.hashing import embedding_hashes, root_hash
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.media import Encoded, EncodeRequest, MediaItem, followed_by, without_data
+from kvferry.protocol.media import Encoded, EncodeRequest, MediaItem, with_data, without_data
 from kvferry.protocol.messages import DecodeTarget, GenerateRequest, Job, PrefillRequest
 from kvferry.protocol.wire import pack
 from kvferry.router.dispatch.prefixes import Prefixes
@@ -106,8 +106,7 @@ class MediaEncoding:
 
     async def _call(self, node: NodeLease, request: EncodeRequest) -> Encoded:
         found: list[Any] = []
-        message = pack(replace(request, media=without_data(request.media)))
-        body = followed_by(message, (item.data for item in request.media))
+        body = with_data(pack(replace(request, media=without_data(request.media))), request.media)
         await self.plain.call(node, "POST /attempts/encode", body, None, None, found.append)
         if len(found) != 1 or not isinstance(found[0], Encoded):
             raise NodeLost(f"{node.node_id} sent an answer of the wrong type")

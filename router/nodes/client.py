@@ -18,7 +18,7 @@ import httptools
 
 from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.media import followed_by, without_data
+from kvferry.protocol.media import with_data, without_data
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, StepFrame
 from kvferry.protocol.sessions import SessionNotes
 from kvferry.protocol.stream_messages import Seen
@@ -197,8 +197,7 @@ def _with_media(request: GenerateRequest | PrefillRequest) -> bytes | list[bytes
     """Return a packed message, followed by the data of its job's media if it has any."""
     if not (media := request.job.media):
         return pack(request)
-    message = pack(replace(request, job=replace(request.job, media=without_data(media))))
-    return followed_by(message, (item.data for item in media))
+    return with_data(pack(replace(request, job=replace(request.job, media=without_data(media)))), media)
 
 
 def _node_lost(node: NodeLease, error: Exception, kind: type[NodeLost] = NodeLost) -> NodeLost:

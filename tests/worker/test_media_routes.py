@@ -19,6 +19,7 @@ from kvferry.protocol.media import (
     followed_by,
     joined,
     with_data,
+    with_files,
     without_data,
 )
 from kvferry.protocol.messages import GenerateRequest, Job, PrefillRequest
@@ -36,16 +37,16 @@ PROMPT = RenderedPrompt((1, 2, 3), ITEMS)
 
 
 class Media:
-    """An engine that answers as it is told. heard: what it was asked."""
+    """An engine that answers as it is told. heard: what it was asked. keeps: its items hold the request's files."""
 
-    def __init__(self, *script: Any) -> None:
-        self.script, self.heard, self.dropped = script, list[Any](), 0
+    def __init__(self, *script: Any, keeps: bool = False) -> None:
+        self.script, self.heard, self.dropped, self.keeps = script, list[Any](), 0, keeps
 
     async def render(self, request: RenderRequest, adapter: str = "") -> RenderedPrompt:
         self.heard.append((request, adapter))
         for each in self.script:
             await self._play(each, lambda data: None)
-        return PROMPT
+        return replace(PROMPT, media=with_files(ITEMS, request.files)) if self.keeps else PROMPT
 
     async def transcribe(
         self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
@@ -93,6 +94,14 @@ async def test_a_prompt_is_made_of_the_files_with_the_adapter_by_its_name():
     assert routes.running == 0
 
 
+async def test_files_that_the_router_has_are_not_sent_back():
+    app, _ = routes_of(Media(keeps=True))
+    body = b"".join(followed_by(pack(RenderRequest(b"{}")), (b"one", b"two" * 99)))
+    message, *datas = FrameReader().feed((await post(app, "/attempts/render", body)).content)
+    assert message == RenderedPrompt((1, 2, 3), without_data(ITEMS), needs_files=True)
+    assert joined(message.media, datas) == ITEMS
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -132,9 +141,9 @@ def job(*items: MediaItem) -> Job:
 
 @pytest.mark.parametrize("items", [(), ITEMS])
 async def test_a_jobs_media_come_behind_it(items: tuple[MediaItem, ...]):
-    generated = with_data(pack(GenerateRequest(job(*without_data(items)))), items)
+    generated = b"".join(with_data(pack(GenerateRequest(job(*without_data(items)))), items))
     assert await read_attempt(request_of(generated), GenerateRequest) == GenerateRequest(job(*items))
-    prefilled = with_data(pack(PrefillRequest(job(*without_data(items)))), items)
+    prefilled = b"".join(with_data(pack(PrefillRequest(job(*without_data(items)))), items))
     assert await read_attempt(request_of(prefilled), PrefillRequest) == PrefillRequest(job(*items))
 
 
@@ -145,9 +154,9 @@ async def test_a_jobs_media_come_behind_it(items: tuple[MediaItem, ...]):
         pack(SpeechRequest(False, (), "a", b"")),
         pack(GenerateRequest(job(*ITEMS))),
         pack(GenerateRequest(job())) + pack(b"more"),
-        with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS[:1]),
-        pack(GenerateRequest(job(ITEMS[0]))) + pack("text"),
-        with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS)[:-3],
+        b"".join(with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS[:1])),
+        pack(GenerateRequest(job(ITEMS[0]))) + pack("text") + pack(b"file"),
+        b"".join(with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS))[:-3],
     ],
 )
 async def test_a_job_whose_media_do_not_fit_is_refused(body: bytes):

@@ -119,20 +119,18 @@ class SlicedJson:
         return at if self._data.find(b"\\", at, quote) >= 0 else max(at, quote)
 
     def _joined(self, at: int, end: int) -> Generator[None, None, str]:
-        """Parse a string in which nothing is escaped, in pieces; ASCII pieces at its start are only checked."""
-        begun, pieces = at, list[str]()
+        """Parse a string in which nothing is escaped, in pieces.
+
+        The text grows in place, since nothing else refers to it. A copy in the end would take 12 ms for 16 MiB."""
+        text = ""
         while at < end:
             to = min(at + PLAIN, end)
             if to < end:  # a piece ends between two characters, which have at most four bytes
                 to -= next((back for back in range(4) if self._data[to - back] & 0xC0 != 0x80), 0)
-            piece = _parsed_alone(b'"%b"' % self._data[at:to], at)
-            if not pieces and not piece.isascii():
-                pieces.append(str(memoryview(self._data)[begun:at], "ascii"))
-            if pieces:
-                pieces.append(piece)
+            text += _parsed_alone(b'"%b"' % self._data[at:to], at)
             at = to
             yield
-        return "".join(pieces) if pieces else str(memoryview(self._data)[begun:end], "ascii")
+        return text
 
     def _list(self, at: int, depth: int) -> Steps:
         items, plain, begun = Numbers(), True, at
