@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from io import BytesIO
 
+from kvferry.router.long_work import LongWork
 from kvferry.router.media.base64_text import decoded_slices
 from kvferry.router.media.limits import MAX_MEDIA_BYTES
 from kvferry.router.media.refusal import refused
@@ -30,10 +30,10 @@ def opened(url: str, field: str) -> tuple[bytes, str]:
 async def decoded(url: str, field: str) -> bytes:
     """Return the bytes of a data URL; raise InvalidMedia naming the field."""
     _, begin = _checked(url, field)
-    data = BytesIO()
+    data, work = BytesIO(), LongWork()
     for piece in _slices(url, begin, field):
         data.write(piece)
-        await asyncio.sleep(0)
+        await work.pause()
     return data.getvalue()  # without a copy
 
 

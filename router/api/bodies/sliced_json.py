@@ -5,13 +5,14 @@ and objects are cut at their commas into texts of WINDOW bytes, each of which th
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Generator
 from typing import Any
 
 from pydantic_core import from_json
+
+from kvferry.router.long_work import LongWork
 
 WINDOW = 16 * 1024
 """Bytes of a slice."""
@@ -73,14 +74,14 @@ class SlicedJson:
 
     async def value(self) -> Any:
         """Return the text's value; let the event loop run other work every SLICE_S."""
-        steps, until = self._whole(), time.perf_counter() + SLICE_S
+        steps, until, work = self._whole(), time.perf_counter() + SLICE_S, LongWork()
         while True:
             try:
                 next(steps)
             except StopIteration as end:
                 return end.value
             if time.perf_counter() >= until:
-                await asyncio.sleep(0)
+                await work.pause()
                 until = time.perf_counter() + SLICE_S
 
     def _whole(self) -> Generator[None, None, Any]:
