@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import attacking
 from benchmarks.attacking import answers, asking, completion, exchange, forever
 from benchmarks.load import random_prompt
-from benchmarks.media_attacks import pictures
+from benchmarks.media_attacks import picture_bytes, pictures
 from benchmarks.rude_clients import garbage, leavers, readers, refused, slow
 
 WORDS = "river stone cloud market "
@@ -176,7 +176,8 @@ ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
     "slow sockets": slow, "leavers": leavers,
     "readers": lambda port: readers(port, read=True), "no readers": lambda port: readers(port, read=False),
     "grammars": grammars, "tools": tools, "biases": biases, "stops": stops,
-    "choices": choices, "prompts": prompts, "vectors": vectors, "pictures": pictures, "plain": plain,
+    "choices": choices, "prompts": prompts, "vectors": vectors, "pictures": pictures, "picture bytes": picture_bytes,
+    "plain": plain,
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 
 from benchmarks import servers
@@ -151,6 +152,7 @@ async def measure(options: argparse.Namespace, phases: dict[str, Phase]) -> None
         launch = Launch(command, "/ready?nodes=1", key=keys["neighbour"])
         with servers.running(launch, port, Path(folder) / "serve.log") as server:
             load = Load(server, keys, options.rate)
+            await every_model_ready(server)
             await load.phase(Phase(), (), 10, random.Random("warm-up"))
             for number in range(options.rounds):
                 for name in options.only:
@@ -166,6 +168,16 @@ async def measure(options: argparse.Namespace, phases: dict[str, Phase]) -> None
                     print(f"round {number + 1}, {name}: {ratio(phases, name):.2f}", file=sys.stderr, flush=True)
             if options.log:
                 print((Path(folder) / "serve.log").read_text(errors="replace")[-options.log :], file=sys.stderr)
+
+
+async def every_model_ready(server: servers.Server) -> None:
+    """Wait until each model has a decode node: one that loads meanwhile would take a core of the first phases."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        while True:
+            models = (await http.get(f"{server.target.url}/ready")).json()["models"]
+            if all(counts.get("decode") for counts in models.values()):
+                return
+            await asyncio.sleep(0.1)
 
 
 def ratio(phases: dict[str, Phase], name: str, share: float = 0.95) -> float:

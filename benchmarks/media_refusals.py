@@ -22,7 +22,6 @@ from PIL import Image
 
 from benchmarks.media_attacks import LONG, chunk, data_url, png
 from kvferry.engine.media.clips import clip
-from kvferry.engine.media.data_urls import data_of
 from kvferry.engine.media.pictures import picture
 from kvferry.engine.speech.audio import AudioFile
 from kvferry.protocol.errors import InvalidRequest
@@ -65,9 +64,9 @@ def chat(*parts: dict[str, object]) -> Callable[[], Awaitable[object]]:
     async def read() -> None:
         await measured_s(body)
         found = await parsed(ChatBody, body)
-        for part in await MediaLoader().load(media_parts(found.messages)):
-            data = data_of(part.url, part.field)
-            picture(data, part.field) if part.modality == "image" else clip(data, part.field, CLIP_S)
+        for file in await MediaLoader().load(media_parts(found.messages)):
+            field = file.part.field
+            picture(file.data, field) if file.part.modality == "image" else clip(file.data, field, CLIP_S)
 
     return read
 

@@ -9,15 +9,14 @@ from fastapi import Request
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.hashing import HASH_BYTES
 from kvferry.protocol.media import MAX_ITEMS, MODALITIES, EncodeRequest, joined
-from kvferry.protocol.wire import MAX_FRAME_BYTES, FrameReader
-from kvferry.runtime.http import read_body
+from kvferry.runtime.http import read_messages
 
 
 async def read_encode(request: Request) -> EncodeRequest:
     """Return an EncodeRequest with the data of its media.
 
     Raises InvalidRequest, WireError, RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
-    found = list(FrameReader().feed(bytes(await read_body(request, MAX_FRAME_BYTES))))
+    found = await read_messages(request)
     if not found or not isinstance(found[0], EncodeRequest):
         raise InvalidRequest("the body must be an EncodeRequest", param="body")
     message = replace(found[0], media=joined(found[0].media, found[1:]))

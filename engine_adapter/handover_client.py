@@ -68,7 +68,7 @@ class HandoverClient:
             f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         try:
-            await connection.exchange(head.encode() + body, silence_s, None, answers.append)
+            await connection.exchange((head.encode() + body,), silence_s, None, answers.append)
         except ConnectionError as error:
             raise NodeDied(f"{target.node_id}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, WireError) as error:

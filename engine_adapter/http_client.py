@@ -88,7 +88,7 @@ class _Exchange:
     async def on(self, connection: Connection) -> None:
         """Send it and deliver the answer."""
         opened = partial(self._opened, connection)
-        await connection.exchange(self.request, self.silence_s, opened, self.deliver)
+        await connection.exchange((self.request,), self.silence_s, opened, self.deliver)
 
     async def answered(self, connection: Connection) -> bool:
         """Send it on a connection that was idle; return False if the server had closed it just before.

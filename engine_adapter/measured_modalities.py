@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta
 from kvferry.engine_adapter.measurable_media import MeasurableMedia
 from kvferry.protocol.errors import InvalidRequest, Overloaded, StepFailed
-from kvferry.protocol.media import MODALITIES, TRANSCRIPTION
+from kvferry.protocol.media import MODALITIES, TRANSCRIPTION, RenderRequest
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.speech import SpeechRequest
 
@@ -47,7 +47,7 @@ async def _reads(engine: Engine, media: MeasurableMedia, modality: str) -> bool:
     chat = json.dumps({"messages": [{"role": "user", "content": [_text(), probe(modality)]}]}).encode()
     salt, given = f"measured-{modality}-{time.time_ns()}", list[int]()
     try:
-        prompt = await media.render(chat)
+        prompt = await media.render(RenderRequest(chat))
         if [item.modality for item in prompt.media] != [modality] or not prompt.sound:
             return False
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layer_groups import LayerGroups
 
-WIRE_VERSION = 14
+WIRE_VERSION = 15
 """Version of messages, leases and block format; part of the fingerprint."""
 STORE_GROUP = 16
 """Blocks of a chain in one object of the shared store; a group starts at a multiple of it."""

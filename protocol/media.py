@@ -33,15 +33,22 @@ class MediaItem:
 
     hash            engine's name of its content
     offset, length  range of the prompt's tokens that stand for it
-    data            engine's input tensors in the engine's own form; it is passed on unread. They travel after the
-                    message, see `with_data`
-    """
+    data            what the engine needs to encode it, in the engine's own form; it is passed on unread
+    file            the medium's file if the engine needs it, too
+
+    Both travel after the message, see `with_data`."""
 
     modality: str
     hash: str
     offset: int
     length: int
     data: bytes
+    file: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of `data` and `file`."""
+        return len(self.data) + len(self.file)
 
 
 @message(65, checked=True)
@@ -49,16 +56,19 @@ class MediaItem:
 class RenderRequest:
     """Router → node, `POST /attempts/render`: make the prompt of a chat with media. Answered by a RenderedPrompt.
 
-    chat        JSON of messages, tools and variables of the template, with media as data URLs
+    chat        JSON of messages, tools and variables of the template; each medium is a data URL that ends before its
+                data
     adapter     id of the LoRA adapter; empty: none
     deadline_s  seconds left for the request when the message was sent
     template    chat template in place of the model's own; empty: the model's
+    files       the media's files, in order; they travel after the message, see `followed_by`
     """
 
     chat: bytes
     adapter: str = ""
     deadline_s: float = 600.0
     template: str = ""
+    files: tuple[bytes, ...] = ()
 
 
 @message(66, checked=True)
@@ -67,11 +77,13 @@ class RenderedPrompt:
     """Node → router: a prompt's tokens and its media in order of their offsets.
 
     rope_offset: what is added to the places of tokens after the last medium to get their rotary positions; 0 unless
-    media take fewer positions than tokens."""
+    media take fewer positions than tokens. needs_files: each item's file is that of its place in the RenderRequest, and
+    is not sent back."""
 
     token_ids: tuple[int, ...]
     media: tuple[MediaItem, ...]
     rope_offset: int = 0
+    needs_files: bool = False
 
     @property
     def sound(self) -> bool:
@@ -81,7 +93,7 @@ class RenderedPrompt:
             if item.modality not in MODALITIES or not item.hash or item.offset < end or item.length < 1:
                 return False
             end = item.offset + item.length
-        size = sum(len(item.data) for item in self.media)
+        size = sum(item.size for item in self.media)
         within = end <= len(self.token_ids) and -end <= self.rope_offset <= 0
         return within and len(self.media) <= MAX_ITEMS and size <= MAX_ITEM_BYTES
 
@@ -112,7 +124,7 @@ class Encoded:
 
 def without_data(items: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
     """Return the media as they are inside a message."""
-    return tuple(replace(item, data=b"") for item in items)
+    return tuple(replace(item, data=b"", file=b"") for item in items)
 
 
 def media_within(items: Sequence[MediaItem], length: int) -> tuple[MediaItem, ...]:
@@ -120,22 +132,37 @@ def media_within(items: Sequence[MediaItem], length: int) -> tuple[MediaItem, ..
 
     Extras of its blocks are the same: they depend on where media begin."""
     inside = (item for item in items if item.offset < length)
-    return tuple(replace(each, length=min(each.length, length - each.offset), data=b"") for each in inside)
+    return tuple(replace(each, length=min(each.length, length - each.offset), data=b"", file=b"") for each in inside)
 
 
-def with_data(message: bytes, items: Sequence[MediaItem]) -> bytes:
-    """Return a packed message with the data of its media after it, each as a message of bytes.
+def followed_by(message: bytes, datas: Iterable[bytes]) -> list[bytes]:
+    """Return the pieces of a packed message with data after it, each as a message of bytes.
 
-    Inside the message each level of nesting would copy them, which takes a tenth of a second for 16 MiB."""
-    parts = [part for item in items for part in (_BYTES.pack(_BIN_32, len(item.data)), item.data)]
-    return b"".join((message, *parts))
+    Inside the message each level of nesting would copy the data, which takes a tenth of a second for 16 MiB."""
+    pieces = [message]
+    for data in datas:
+        pieces += (_BYTES.pack(_BIN_32, len(data)), data)
+    return pieces
 
 
-def joined(items: Sequence[MediaItem], datas: Sequence[Any]) -> tuple[MediaItem, ...]:
-    """Return the media of a message with the data that came after it. Raises WireError unless they fit."""
-    if len(datas) != len(items) or not all(isinstance(data, bytes) for data in datas):
-        raise WireError(f"{len(datas)} messages after one with {len(items)} media")
-    return tuple(replace(item, data=data) for item, data in zip(items, datas, strict=True))
+def with_data(message: bytes, items: Sequence[MediaItem]) -> list[bytes]:
+    """Return the pieces of a packed message with the data and files of its media after it, see `followed_by`."""
+    return followed_by(message, (part for item in items for part in (item.data, item.file)))
+
+
+def joined(items: Sequence[MediaItem], parts: Sequence[Any]) -> tuple[MediaItem, ...]:
+    """Return the media of a message with the data and files that came after it. Raises WireError unless they fit."""
+    if len(parts) != 2 * len(items) or not all(isinstance(part, bytes) for part in parts):
+        raise WireError(f"{len(parts)} messages after one with {len(items)} media")
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return tuple(replace(item, data=data, file=file) for item, (data, file) in zip(items, pairs, strict=True))
+
+
+def with_files(items: Sequence[MediaItem], files: Sequence[bytes]) -> tuple[MediaItem, ...]:
+    """Return media with these files, one for each. Raises WireError unless they fit."""
+    if len(files) != len(items):
+        raise WireError(f"{len(items)} media of {len(files)} files")
+    return tuple(replace(item, file=file) for item, file in zip(items, files, strict=True))
 
 
 def extras_of(keys: Iterable[tuple[str, int]]) -> bytes:

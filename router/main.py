@@ -45,6 +45,7 @@ from kvferry.runtime.cluster_secret import ClusterSecrets
 from kvferry.runtime.connection_limits import Limits
 from kvferry.runtime.graceful_close import lingering
 from kvferry.runtime.http import Server, bind
+from kvferry.runtime.large_buffers import map_large_buffers
 from kvferry.runtime.limits import allow_descriptors
 from kvferry.runtime.loop_lag import watched
 from kvferry.runtime.rejection_throttle import RejectionThrottle
@@ -79,6 +80,7 @@ async def serve_router(settings: RouterSettings) -> None:
     Redis does not answer yet, the router serves and waits for it."""
     sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(GC_THRESHOLD)
+    map_large_buffers()
     stop = StopSignal()
     stop.listen()
     secrets = ClusterSecrets(settings)

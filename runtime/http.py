@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from kvferry.protocol.errors import Cancelled, ConfigError, InvalidRequest, KvferryError, RequestTooLarge
 from kvferry.protocol.version import VERSION
-from kvferry.protocol.wire import MAX_FRAME_BYTES, unpack
+from kvferry.protocol.wire import MAX_FRAME_BYTES, FrameReader, unpack
 from kvferry.runtime.address import family_of, host_port
 from kvferry.runtime.cluster_secret import MembersOnly
 from kvferry.runtime.connection_limits import Limits
@@ -156,14 +156,32 @@ async def read_body(request: Request, longest: int) -> bytearray:
 
     Raises RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
     data = bytearray()
+    async for part in _parts(request, longest):
+        data += part
+    return data
+
+
+async def read_messages(request: Request) -> list[Any]:
+    """Return the messages in a request's body one after the other, each parsed as soon as it has arrived.
+
+    Raises WireError, RequestTooLarge, or Cancelled if the sender disconnects meanwhile."""
+    reader, found = FrameReader(), list[Any]()
+    async for part in _parts(request, MAX_FRAME_BYTES):
+        found += reader.feed(part)
+    return found
+
+
+async def _parts(request: Request, longest: int) -> AsyncIterator[bytes]:
+    """Yield the parts of a body as they arrive; see `read_body`."""
+    size = 0
     try:
         async for part in request.stream():
-            data += part
-            if len(data) > longest:
+            size += len(part)
+            if size > longest:
                 raise RequestTooLarge(f"the message is longer than {longest} bytes", param="body")
+            yield part
     except ClientDisconnect as error:
         raise Cancelled("the sender disconnected before its message was read") from error
-    return data
 
 
 async def read_message(request: Request, cls: type[T]) -> T:

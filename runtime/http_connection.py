@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import httptools
@@ -60,9 +60,14 @@ class Connection(asyncio.Protocol):
         self.headers: dict[str, str] = {}
 
     async def exchange(
-        self, request: bytes, silence_s: float | None, opened: Callback, deliver: Callback, reading: Callback = None
+        self,
+        request: Sequence[bytes],
+        silence_s: float | None,
+        opened: Callback,
+        deliver: Callback,
+        reading: Callback = None,
     ) -> None:
-        """Send a request and read its answer to the end.
+        """Send a request, in pieces that are not copied, and read its answer to the end.
 
         Calls `reading` with the transport, whose reading may be paused, `opened` when the server accepts, and `deliver`
         for every message. Raises the error of a refusal, a callback's exception, OSError (including TimeoutError) if
@@ -79,7 +84,7 @@ class Connection(asyncio.Protocol):
             self._end(ConnectionResetError("the connection was closed"))
         elif reading is not None:
             reading(self._transport)
-        self._transport.write(request)
+        self._transport.writelines(request)
         self._watch()
         error: BaseException | None = asyncio.CancelledError()
         try:

@@ -14,7 +14,7 @@ from kvferry.engine.speech.track import Track
 from kvferry.engine.speech.transcriber import SpeechModel, Transcriber
 from kvferry.engine.speech.transcript_text import Transcript, content_type, delta, done, failed, written
 from kvferry.protocol.errors import InvalidRequest, KvferryError, Overloaded
-from kvferry.protocol.media import RenderedPrompt
+from kvferry.protocol.media import RenderedPrompt, RenderRequest
 from kvferry.protocol.speech import SpeechRequest
 from kvferry.protocol.speech_metrics import SpeechMetrics
 
@@ -43,7 +43,7 @@ class SpeechService:
         self._free = asyncio.Semaphore(self.seats)
         self._threads = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="audio")
 
-    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
+    async def render(self, request: RenderRequest, adapter: str = "") -> RenderedPrompt:
         """Raise InvalidRequest: the model takes no chats."""
         raise InvalidRequest("this model transcribes speech; it takes no chats", param="model")
 

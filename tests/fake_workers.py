@@ -268,9 +268,9 @@ class FakeWorker:
         return Response(status_code=202)
 
     async def _render(self, request: Request) -> Response:
-        message = unpack(await request.body())
+        message, *files = FrameReader().feed(await request.body())
         assert isinstance(message, RenderRequest)
-        self.rendered.append(message)
+        self.rendered.append(replace(message, files=tuple(files)))
         answer = self.prompts.pop(0)
         await asyncio.sleep(self.render_s)
         if answer == CRASH:
@@ -281,7 +281,7 @@ class FakeWorker:
             return _error(answer)
         media = getattr(answer, "media", ())
         message = pack(replace(answer, media=without_data(media)) if media else answer)
-        return Response(with_data(message, media))
+        return Response(b"".join(with_data(message, media)))
 
     async def _encode(self, request: Request) -> Response:
         message, *datas = FrameReader().feed(await request.body())

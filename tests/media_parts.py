@@ -17,7 +17,7 @@ from kvferry.engine.models.base import KeepGoing, SuspendedPass
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.media import MediaItem, RenderedPrompt
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
@@ -69,18 +69,18 @@ class FakeEncoder:
         self.gate = threading.Event()
         self.gate.set()
 
-    def render(self, chat: bytes, template: str = "") -> RenderedPrompt:
-        """Each character of a text is a token, each image as many as its URL's last character says."""
-        tokens: list[int] = []
+    def render(self, request: RenderRequest) -> RenderedPrompt:
+        """Each character of a text is a token, each image five."""
+        tokens, files = list[int](), iter(request.files)
         media: list[MediaItem] = []
-        for message in json.loads(chat)["messages"]:
+        for message in json.loads(request.chat)["messages"]:
             content = message["content"]
             parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
             for part in parts:
                 if part["type"] == "text":
                     tokens += [ord(letter) % PLACEHOLDER for letter in part["text"]]
                 else:
-                    item = image(part["image_url"]["url"].encode(), len(tokens))
+                    item = image(next(files), len(tokens))
                     media.append(item)
                     tokens += [PLACEHOLDER] * item.length
         return RenderedPrompt(tuple(tokens), tuple(media))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.engine.media.encoder import Ready
-from kvferry.protocol.media import MediaItem, RenderedPrompt
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.engine_parts import EngineParts
 from tests.toy import make_engine
@@ -33,7 +33,7 @@ class ToyEncoder:
 
     modalities, width, bidirectional = frozenset(("image",)), WIDTH, False
 
-    def render(self, chat: bytes, template: str = "") -> RenderedPrompt:
+    def render(self, request: RenderRequest) -> RenderedPrompt:
         raise NotImplementedError
 
     def encode(self, items: Sequence[MediaItem]) -> list[torch.Tensor]:

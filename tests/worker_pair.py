@@ -278,7 +278,7 @@ def _packed(message: Any) -> bytes:
     job = getattr(message, "job", None)
     if job is None or not job.media:
         return pack(message)
-    return with_data(pack(replace(message, job=replace(job, media=without_data(job.media)))), job.media)
+    return b"".join(with_data(pack(replace(message, job=replace(job, media=without_data(job.media)))), job.media))
 
 
 def of_toy(engine: Engine, media: NodeMedia | None = None) -> EngineParts:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.protocol.media import RenderedPrompt
+from kvferry.protocol.media import RenderedPrompt, RenderRequest
 from kvferry.protocol.speech import SpeechRequest
 
 
 class MediaEngine(Protocol):
-    """Engine that a node's media routes call: the node's own, or the client of another server.
+    """Engine that a node's media routes call: the node's own, or the client of another server."""
 
-    `chat` is a JSON object with messages, in the OpenAI API's form, and variables of the chat template."""
-
-    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
-        """Return a chat's prompt. adapter: name of a LoRA adapter; empty: none.
-
-        template: chat template to use instead of the model's; empty: the model's."""
+    async def render(self, request: RenderRequest, adapter: str = "") -> RenderedPrompt:
+        """Return a chat's prompt. adapter: name of the request's LoRA adapter; empty: none."""
         ...
 
     async def transcribe(

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.protocol.errors import InvalidRequest, Overloaded
-from kvferry.protocol.media import MODALITIES, RenderedPrompt
+from kvferry.protocol.media import MODALITIES, RenderedPrompt, RenderRequest
 from kvferry.protocol.speech import SpeechRequest
 from kvferry.runtime.limits import available_cores
 from kvferry.runtime.thread_priority import lower_priority
@@ -36,7 +36,7 @@ class MediaRenderer:
         self._threads = ThreadPoolExecutor(threads, "media-render", lower_priority, (NICENESS,))
         self._waiting = 0
 
-    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
+    async def render(self, request: RenderRequest, adapter: str = "") -> RenderedPrompt:
         """Return a chat's prompt; adapters do not change it. See `MediaEngine`.
 
         Raises InvalidRequest naming the field, and Overloaded."""
@@ -44,7 +44,7 @@ class MediaRenderer:
             raise Overloaded(f"{self._waiting} chats with media wait on this node", retry_after=1.0)
         self._waiting += 1
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, chat, template)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, self._render, request)
         finally:
             self._waiting -= 1
         self._rendered()
@@ -60,9 +60,9 @@ class MediaRenderer:
         """End the threads after the chats that they are rendering."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, chat: bytes, template: str) -> RenderedPrompt:
-        self._check(chat)
-        prompt = self._encoder.render(chat, template)
+    def _render(self, request: RenderRequest) -> RenderedPrompt:
+        self._check(request.chat)
+        prompt = self._encoder.render(request)
         positions = self._encoder.rope_positions(prompt.token_ids, prompt.media)
         if positions is None:
             return prompt

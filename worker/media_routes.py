@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -15,9 +15,9 @@ from kvferry.protocol.errors import AdapterNotLoaded, DeadlineExceeded, Draining
 from kvferry.protocol.media import RenderRequest, joined, with_data, without_data
 from kvferry.protocol.messages import GenerateRequest, PrefillRequest
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
-from kvferry.protocol.wire import MAX_FRAME_BYTES, FrameReader, pack
+from kvferry.protocol.wire import pack
 from kvferry.runtime.disconnect import until_disconnect
-from kvferry.runtime.http import read_body, read_message
+from kvferry.runtime.http import read_message, read_messages
 from kvferry.worker.media_engine import MediaEngine
 
 T = TypeVar("T")
@@ -27,13 +27,26 @@ MSGPACK = "application/msgpack"
 
 async def read_attempt(request: Request, kind: type[Attempt]) -> Attempt:
     """Return a message with a job, whose media data follow it in the body. Raises what `read_message` raises."""
-    found = list(FrameReader().feed(bytes(await read_body(request, MAX_FRAME_BYTES))))
-    if not found or not isinstance(found[0], kind):
-        raise InvalidRequest(f"the body must be a {kind.__name__}", param="body")
-    message, datas = found[0], found[1:]
+    message, datas = await _followed(request, kind)
     if not (message.job.media or datas):
         return message
     return replace(message, job=replace(message.job, media=joined(message.job.media, datas)))
+
+
+async def read_render(request: Request) -> RenderRequest:
+    """Return a RenderRequest, whose files follow it in the body. Raises what `read_message` raises."""
+    message, files = await _followed(request, RenderRequest)
+    if not all(isinstance(file, bytes) for file in files):
+        raise InvalidRequest("the files of a RenderRequest must be bytes", param="body")
+    return replace(message, files=tuple(files))
+
+
+async def _followed(request: Request, kind: type[T]) -> tuple[T, list[Any]]:
+    """Return the first message of a body, and those after it."""
+    found = await read_messages(request)
+    if not found or not isinstance(found[0], kind):
+        raise InvalidRequest(f"the body must be a {kind.__name__}", param="body")
+    return found[0], found[1:]
 
 
 class MediaRoutes:
@@ -50,13 +63,15 @@ class MediaRoutes:
 
     async def post_render(self, request: Request) -> Response:
         """Answer with the RenderedPrompt of a RenderRequest; a disconnect of the caller cancels the work."""
-        asked, (engine, names) = await read_message(request, RenderRequest), self._ready()
+        asked, (engine, names) = await read_render(request), self._ready()
         if asked.adapter and asked.adapter not in names:
             raise AdapterNotLoaded("the engine has no LoRA adapter with this id")
-        made = engine.render(asked.chat, names.get(asked.adapter, ""), asked.template)
+        made = engine.render(asked, names.get(asked.adapter, ""))
         prompt = await self._in_time(request, made, asked.deadline_s)
-        message = pack(replace(prompt, media=without_data(prompt.media)))
-        return Response(with_data(message, prompt.media), media_type=MSGPACK)
+        known = bool(asked.files) and [item.file for item in prompt.media] == [*asked.files]
+        items = [replace(item, file=b"") for item in prompt.media] if known else prompt.media
+        message = pack(replace(prompt, media=without_data(items), needs_files=known))
+        return Response(b"".join(with_data(message, items)), media_type=MSGPACK)
 
     async def post_transcribe(self, request: Request) -> Response:
         """Answer with SpeechParts. An error before the first part has a status; a later one cuts the answer off."""

@@ -26,7 +26,6 @@ class ChatMedium:
     """One medium of a chat. modality: image, audio or video. field: where it stands in the request, for errors."""
 
     modality: str
-    url: str
     field: str
 
 
@@ -134,7 +133,7 @@ def _part(part: Mapping[str, Any], field: str, media: list[ChatMedium]) -> dict[
     kind = str(part.get("type"))
     if kind not in _KINDS:
         return dict(part)
-    media.append(ChatMedium(_KINDS[kind], part[kind]["url"], field))
+    media.append(ChatMedium(_KINDS[kind], field))
     return {"type": _KINDS[kind], kind: ""}  # some templates look for the name of the URL alone
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kvferry.protocol.media import MediaItem, RenderedPrompt
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest
 from kvferry.protocol.messages import DecodeTarget
 
 Ready = Callable[[Sequence[torch.Tensor] | Exception], None]
@@ -27,8 +27,8 @@ class MediaEncoder(Protocol):
     width: int
     bidirectional: bool
 
-    def render(self, chat: bytes, template: str = "") -> RenderedPrompt:
-        """Return the prompt of a chat; both are those of a RenderRequest. The items hold what `encode` needs.
+    def render(self, request: RenderRequest) -> RenderedPrompt:
+        """Return the prompt of a chat with its files. The items hold what `encode` needs.
 
         An item's hash covers its content and all that its rows depend on. Raises InvalidRequest naming the field."""
         ...

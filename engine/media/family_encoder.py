@@ -11,36 +11,34 @@ import msgpack
 import torch
 
 from kvferry.engine.media.chat import ChatMedium, ChatRenderer
-from kvferry.engine.media.data_urls import data_of
 from kvferry.engine.media.embedding_rows import EmbeddingRows
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.engine.media.media_family import Grid, MediaFamily
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.protocol.media import MediaItem, RenderedPrompt
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest
 
 
 @dataclass(frozen=True, slots=True)
 class _Medium:
-    """Content of an item's data: the medium's file, its grid, and text tokens among its own, by their place."""
+    """Content of an item's data: the medium's grid, and text tokens among its own, by their place."""
 
-    file: bytes
     grid: Grid
     texts: tuple[tuple[int, int], ...] = ()
 
     def packed(self) -> bytes:
-        found: bytes = msgpack.packb([self.file, self.grid, self.texts])
+        found: bytes = msgpack.packb([self.grid, self.texts])
         return found
 
     @classmethod
     def of(cls, item: MediaItem) -> _Medium:
         """Unpack an item's data. Raises InvalidRequest if they are damaged."""
         try:
-            file, grid, texts = msgpack.unpackb(item.data, use_list=False)
+            grid, texts = msgpack.unpackb(item.data, use_list=False)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             problem = f"the data of the {item.modality} {item.hash} are damaged: {error}"
             raise InvalidRequest(problem, param="messages") from error
-        return cls(file, grid, texts)
+        return cls(grid, texts)
 
 
 class FamilyEncoder(MediaEncoder):
@@ -64,17 +62,20 @@ class FamilyEncoder(MediaEncoder):
         self._library = tokenizer.library
         self._token_id = self._library.token_to_id(family.token)
 
-    def render(self, chat: bytes, template: str = "") -> RenderedPrompt:
-        rendered = self._chats.of(template).render(chat)
-        media = [self._medium(medium) for medium in rendered.media]
+    def render(self, request: RenderRequest) -> RenderedPrompt:
+        rendered = self._chats.of(request.template).render(request.chat)
+        if len(request.files) != len(rendered.media):
+            counts = f"{len(rendered.media)} images and audios, and {len(request.files)} files came with it"
+            raise InvalidRequest(f"the chat has {counts}", param="messages")
+        grids = [self._grid(*each) for each in zip(rendered.media, request.files, strict=True)]
         text, spans = rendered.texts[0], []
-        for medium, behind in zip(media, rendered.texts[1:], strict=True):
-            shown = self._family.placeholders(medium.grid)
+        for grid, behind in zip(grids, rendered.texts[1:], strict=True):
+            shown = self._family.placeholders(grid)
             text += shown.before
             spans.append((len(text), len(text) + len(shown.own)))
             text += f"{shown.own}{shown.behind}{behind}"
         (found,) = self._library.encode_batch([text], add_special_tokens=False)  # the plain `encode` keeps the GIL
-        items = [self._item(medium, found, span) for medium, span in zip(media, spans, strict=True)]
+        items = [self._item(*each, found) for each in zip(request.files, grids, spans, strict=True)]
         return RenderedPrompt(tuple(found.ids), tuple(items))
 
     def encode(self, items: Sequence[MediaItem]) -> list[torch.Tensor]:
@@ -91,23 +92,23 @@ class FamilyEncoder(MediaEncoder):
             position, place = int(parts[-1].max()) + 1, item.offset + item.length
         return torch.cat((*parts, _line(position, len(token_ids) - place)), 1) if media else None
 
-    def _medium(self, medium: ChatMedium) -> _Medium:
+    def _grid(self, medium: ChatMedium, file: bytes) -> Grid:
         if medium.modality not in self.modalities:
             raise InvalidRequest(f"{medium.field}: the model takes no {medium.modality}", param=medium.field)
-        file = data_of(medium.url, medium.field)
-        return _Medium(file, self._family.grid(file, medium.field))
+        return self._family.grid(file, medium.field)
 
-    def _item(self, medium: _Medium, found: Any, span: tuple[int, int]) -> MediaItem:
+    def _item(self, file: bytes, grid: Grid, span: tuple[int, int], found: Any) -> MediaItem:
         """Return the item of a medium whose own text is this range of the encoded text."""
         offset, end = found.char_to_token(span[0]), found.char_to_token(span[1] - 1) + 1
         ids, modality = found.ids[offset:end], self._family.modality
         texts = tuple((place, each) for place, each in enumerate(ids) if each != self._token_id)
-        data = _Medium(medium.file, medium.grid, texts).packed()
-        return MediaItem(modality, hashlib.sha256(modality.encode() + data).hexdigest(), offset, len(ids), data)
+        data = _Medium(grid, texts).packed()
+        name = hashlib.sha256(b"%b%b%b" % (modality.encode(), hashlib.sha256(file).digest(), data)).hexdigest()
+        return MediaItem(modality, name, offset, len(ids), data, file)
 
     def _encoded(self, item: MediaItem) -> torch.Tensor:
         medium = _Medium.of(item)
-        rows = self._family.encoded(medium.file)
+        rows = self._family.encoded(item.file)
         if len(rows) + len(medium.texts) != item.length:
             raise InvalidRequest(
                 f"the {item.modality} {item.hash} does not have {item.length} tokens", param="messages"

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.protocol.errors import InvalidRequest, StepFailed
-from kvferry.protocol.media import MAX_ITEM_BYTES, MediaItem, RenderedPrompt
+from kvferry.protocol.media import MAX_ITEM_BYTES, MediaItem, RenderedPrompt, RenderRequest
 from kvferry.protocol.speech import SpeechRequest
 
 CHAT = "/v1/chat/completions"
@@ -24,10 +24,11 @@ class VllmMedia:
     def __init__(self, http: EngineHttp, model: Callable[[], str]) -> None:
         self._http, self._model = http, model
 
-    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
+    async def render(self, request: RenderRequest, adapter: str = "") -> RenderedPrompt:
         """Return the prompt that vLLM makes of a chat, with the template that it was started with.
 
         Raises InvalidRequest if its media become too large."""
+        chat = await with_files(request.chat, request.files) if request.files else request.chat
         asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
         told = await self._http.post(f"{CHAT}/render", asked, None)
         try:
@@ -50,6 +51,23 @@ class VllmMedia:
         """Ask vLLM's endpoint for audio."""
         body, kind = form_data((*request.fields, ("model", self._model())), request.filename, request.audio)
         await self._http.upload(TRANSLATE if request.translate else TRANSCRIBE, body, kind, begun, deliver)
+
+
+async def with_files(chat: bytes, files: Sequence[bytes]) -> bytes:
+    """Return the JSON of a chat with its files' data behind its data URLs; other work runs in between.
+
+    The data need no escapes and are inserted after JSON encoding, which would read each character."""
+    given, gap = json.loads(chat), secrets.token_hex(16)
+    for message in given["messages"]:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if part["type"] != "text":
+                part[part["type"]]["url"] += gap
+    pieces = json.dumps(given, separators=(",", ":")).encode().split(gap.encode())
+    found = [pieces[0]]
+    for file, behind in zip(files, pieces[1:], strict=True):
+        found += (base64.b64encode(file), behind)
+        await asyncio.sleep(0)
+    return b"".join(found)
 
 
 def with_fields(chat: bytes, **fields: Any) -> bytes:

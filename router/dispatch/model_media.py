@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvferry.placement.rejections import no_nodes
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied, NodeLost, StepFailed
 from kvferry.protocol.lease import NodeLease
-from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, joined
+from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, followed_by, joined, with_files
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
 from kvferry.protocol.wire import WireError, pack
 from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
@@ -58,10 +58,10 @@ class ModelMedia:
             found: list[Any] = []
             if (entry := self._nodes.entries.get(node_key(node))) is None:
                 raise NodeLost(f"{node.node_id} is lost")
-            body = pack(replace(request, deadline_s=left_s))
+            body = followed_by(pack(replace(request, deadline_s=left_s, files=())), request.files)
             call = self._client.call(node, "POST /attempts/render", body, left_s, None, found.append)
             await watched(entry, call, left_s, ignore_suspicion=is_last)
-            return RenderedMedia(*_prompt(found, node))
+            return RenderedMedia(*_prompt(found, node, request.files))
 
         return await self._first(modalities, request.adapter, call_node, request.deadline_s)
 
@@ -148,11 +148,13 @@ class ModelMedia:
         )
 
 
-def _prompt(messages: Sequence[Any], node: NodeLease) -> tuple[tuple[int, ...], PromptMedia]:
+def _prompt(messages: Sequence[Any], node: NodeLease, files: Sequence[bytes]) -> tuple[tuple[int, ...], PromptMedia]:
     """Return tokens and media of a node's answer. Raises StepFailed if it is not a valid prompt."""
     try:
         prompt, *datas = messages
-        found = RenderedPrompt(prompt.token_ids, joined(prompt.media, datas), prompt.rope_offset)
+        media = joined(prompt.media, datas)
+        media = with_files(media, files) if prompt.needs_files else media
+        found = RenderedPrompt(prompt.token_ids, media, prompt.rope_offset)
     except (ValueError, AttributeError, WireError) as error:
         raise StepFailed(f"{node.node_id} answered with no prompt") from error
     if not isinstance(prompt, RenderedPrompt) or not found.sound:

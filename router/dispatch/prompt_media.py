@@ -28,7 +28,7 @@ class PromptMedia:
     @property
     def size(self) -> int:
         """Return the bytes that the items take in memory."""
-        return sum(len(item.data) for item in self.items)
+        return sum(item.size for item in self.items)
 
     def tokens(self, modality: str) -> int:
         """Return how many tokens of the prompt stand for items of this modality."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 
 from kvferry.protocol.errors import InvalidRequest
-from kvferry.router.media.parts import MODALITIES, MediaPart, media_parts
+from kvferry.router.media.parts import MODALITIES, MediaFile, MediaPart, media_parts
 from kvferry.router.text.message_shaping import MAX_PARTS
 from kvferry.router.text.text_model import TextModel
 
@@ -56,19 +54,14 @@ class MediaChat:
             found.append(to_json(message.get("tool_calls") or "").decode())
         return "\n".join(found)
 
-    def body(self, loaded: Sequence[MediaPart]) -> bytes:
-        """Return the JSON for an engine, with `loaded` (data URLs, in order) in place of the chat's own media.
-
-        Their data need no escapes and are inserted after JSON encoding, which would read each character."""
-        gap = secrets.token_hex(16)
-        places = {(part.message, part.place): replace(part, url=gap) for part in loaded}
+    def body(self, files: Sequence[MediaFile]) -> bytes:
+        """Return the JSON for an engine. files: of its media, whose data the JSON leaves out; see RenderRequest."""
+        places = {(file.part.message, file.part.place): file for file in files}
         shown = [_message(number, message, places) for number, message in enumerate(self.messages)]
         try:
-            pieces = to_json({"messages": shown, **self.variables}).split(gap.encode())
+            return to_json({"messages": shown, **self.variables})
         except ValueError as error:
             raise InvalidRequest(f"messages cannot be written as JSON: {error}", param="messages") from error
-        urls = (part.url.encode() for part in loaded)
-        return b"".join(chain.from_iterable(zip_longest(pieces, urls, fillvalue=b"")))
 
 
 def chat_of(
@@ -100,7 +93,7 @@ def chat_of(
     return MediaChat(messages, parts, {name: value for name, value in variables.items() if value is not None})
 
 
-def _message(number: int, message: Mapping[str, Any], places: Mapping[tuple[int, int], MediaPart]) -> dict[str, Any]:
+def _message(number: int, message: Mapping[str, Any], places: Mapping[tuple[int, int], MediaFile]) -> dict[str, Any]:
     content = message.get("content")
     shown: dict[str, Any] = {"role": message["role"], "content": content}
     if isinstance(content, list):
@@ -112,12 +105,12 @@ def _message(number: int, message: Mapping[str, Any], places: Mapping[tuple[int,
     return shown
 
 
-def _part(part: Any, loaded: MediaPart | None) -> dict[str, Any]:
-    """Return a content part for an engine: a medium if it is given, else a text."""
-    if loaded is None:
+def _part(part: Any, file: MediaFile | None) -> dict[str, Any]:
+    """Return a content part for an engine: a medium without its data if its file is given, else a text."""
+    if file is None:
         return {"type": "text", "text": _text(part)}
-    name = f"{loaded.modality}_url"
-    return {"type": name, name: {"url": loaded.url}}
+    name = f"{file.part.modality}_url"
+    return {"type": name, name: {"url": f"data:{file.mime};base64,"}}
 
 
 def _text(part: Any) -> str:

@@ -1,13 +1,12 @@
-"""Decodes and encodes base64 data URLs, in slices and within the size limit."""
+"""Decodes base64 data URLs, in slices and within the size limit."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
 from collections.abc import Iterator
 from io import BytesIO
 
-from kvferry.protocol.base64_text import decoded_slices
+from kvferry.router.long_work import LongWork
+from kvferry.router.media.base64_text import decoded_slices
 from kvferry.router.media.limits import MAX_MEDIA_BYTES
 from kvferry.router.media.refusal import refused
 
@@ -31,10 +30,10 @@ def opened(url: str, field: str) -> tuple[bytes, str]:
 async def decoded(url: str, field: str) -> bytes:
     """Return the bytes of a data URL; raise InvalidMedia naming the field."""
     _, begin = _checked(url, field)
-    data = BytesIO()
+    data, work = BytesIO(), LongWork()
     for piece in _slices(url, begin, field):
         data.write(piece)
-        await asyncio.sleep(0)
+        await work.pause()
     return data.getvalue()  # without a copy
 
 
@@ -55,8 +54,3 @@ def _slices(url: str, begin: int, field: str) -> Iterator[bytes]:
         yield from decoded_slices(url, begin)
     except ValueError:
         raise refused(field, "holds no valid base64: it is cut off, or has other characters") from None
-
-
-def data_url(data: bytes, mime: str) -> str:
-    """Return the data URL of these bytes."""
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"

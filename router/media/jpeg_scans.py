@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import struct
 
+from kvferry.router.long_work import LongWork
 from kvferry.router.media.image_size import MAX_STEPS, UnreadableImage
 
 MAX_SCANS = 100
@@ -21,13 +21,13 @@ _ALONE, _START, _END, _SCAN, _FILL = 0x01, 0xD8, 0xD9, 0xDA, 0xFF
 
 async def check_scans(data: bytes, pixels: int = 1) -> None:
     """Raise UnreadableImage for a JPEG with too many scans for its pixels; what follows its end does not count."""
-    at, scans, max_scans = 0, 0, min(MAX_SCANS, MAX_SCANNED_PIXELS // pixels)
+    at, scans, max_scans, work = 0, 0, min(MAX_SCANS, MAX_SCANNED_PIXELS // pixels), LongWork()
     for _ in range(MAX_STEPS):
         while (found := _MARKER.search(data, at, at + SLICE)) is None:
             at += SLICE - 1  # a marker may lie across two slices
             if at >= len(data):
                 return
-            await asyncio.sleep(0)
+            await work.pause()
         at, marker = found.end(), data[found.start() + 1]
         if marker == _END or at + 2 > len(data):
             return

@@ -1,20 +1,19 @@
-"""MediaLoader: checks a request's images, audio and video, and turns each into a data URL for the engine."""
+"""MediaLoader: reads a request's images, audio and video from data URLs or hosts, and checks each file."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Protocol, Self
 
 from kvferry.protocol.media import MAX_PIXELS
-from kvferry.router.media.data_urls import data_url, decoded, is_data_url, opened
+from kvferry.router.media.data_urls import decoded, is_data_url, opened
 from kvferry.router.media.formats import FORMATS, format_of, usual_name, wav_fault
 from kvferry.router.media.image_size import UnreadableImage, image_size
 from kvferry.router.media.jpeg_scans import check_scans
 from kvferry.router.media.limits import LOADS_PER_TENANT, MAX_LOADS, MAX_SIDE, MAX_TOTAL_BYTES, MAX_TOTAL_PIXELS
-from kvferry.router.media.parts import MediaPart
+from kvferry.router.media.parts import MediaFile, MediaPart
 from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
 
@@ -75,8 +74,8 @@ class MediaLoader:
         """Close the fetcher's connections."""
         await self._fetcher.close()
 
-    async def load(self, parts: Sequence[MediaPart], tenant: str = "") -> list[MediaPart]:
-        """Return the parts with data URLs; raise InvalidMedia naming the field and the bound.
+    async def load(self, parts: Sequence[MediaPart], tenant: str = "") -> list[MediaFile]:
+        """Return the parts' files in order; raise InvalidMedia naming the field and the bound.
 
         All data in the request is checked before anything is fetched."""
         books = _Books()
@@ -88,8 +87,8 @@ class MediaLoader:
         fetched = iter(await self._fetched(away, tenant, books) if away else ())
         return [loaded or next(fetched) for loaded in given]
 
-    async def _given(self, part: MediaPart, books: _Books) -> MediaPart:
-        """Return a part whose data are in the request, under their usual MIME type; decode long ones one at a time.
+    async def _given(self, part: MediaPart, books: _Books) -> MediaFile:
+        """Return the file of a part whose data are in the request; decode long ones one at a time.
 
         The first bytes are checked before the rest is decoded, which takes most of the time."""
         head, declared = opened(part.url, part.field)
@@ -97,15 +96,13 @@ class MediaLoader:
         if part.modality == "image":
             await check_head(part, head, mime)
         async with self._long if len(part.url) > LONG_CHARS else nullcontext():
-            usual = f"data:{await books.take(part, await decoded(part.url, part.field), mime)};base64,"
-        return part if part.url.startswith(usual) else replace(part, url=usual + part.url[part.url.index(",") + 1 :])
+            return await books.take(part, await decoded(part.url, part.field), mime)
 
-    async def _fetched(self, parts: Sequence[MediaPart], tenant: str, books: _Books) -> list[MediaPart]:
-        async def one(part: MediaPart) -> MediaPart:
+    async def _fetched(self, parts: Sequence[MediaPart], tenant: str, books: _Books) -> list[MediaFile]:
+        async def one(part: MediaPart) -> MediaFile:
             data, declared = await self._fetcher.fetch(part.url, part.field, tenant)
             mime = usual_name(declared)
-            found = await books.take(part, data, format_of(data) if mime in UNKNOWN else mime)
-            return replace(part, url=data_url(data, found))
+            return await books.take(part, data, format_of(data) if mime in UNKNOWN else mime)
 
         async with self._loads.taken(tenant):
             tasks = [asyncio.create_task(one(part)) for part in parts]
@@ -123,8 +120,8 @@ class _Books:
     def __init__(self) -> None:
         self._bytes = self._pixels = 0
 
-    async def take(self, part: MediaPart, data: bytes, mime: str) -> str:
-        """Return the MIME type of one part's data; raise InvalidMedia if they are not accepted."""
+    async def take(self, part: MediaPart, data: bytes, mime: str) -> MediaFile:
+        """Return the file of one part; raise InvalidMedia if it is not accepted."""
         found = checked_format(part, data, mime)
         self._bytes += len(data)
         if self._bytes > MAX_TOTAL_BYTES:
@@ -133,7 +130,7 @@ class _Books:
             await self._take_pixels(part, data, mime)
         elif mime == "audio/wav" and (fault := wav_fault(data)):
             raise refused(part.field, f"is not a usable WAV file: {fault}")
-        return found
+        return MediaFile(part, found, data)
 
     async def _take_pixels(self, part: MediaPart, data: bytes, mime: str) -> None:
         try:

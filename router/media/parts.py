@@ -1,4 +1,4 @@
-"""MediaPart: content parts of a chat that are images, audio or video, parsed from OpenAI's forms."""
+"""MediaPart: content parts of a chat that are images, audio or video, parsed from OpenAI's forms; their files."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ class MediaPart:
     def modality(self) -> str:
         """Return image, audio or video."""
         return MODALITIES[self.kind]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class MediaFile:
+    """Content of an image, audio or video. mime: its usual MIME type, which its first bytes show."""
+
+    part: MediaPart
+    mime: str
+    data: bytes
 
 
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[MediaPart]:

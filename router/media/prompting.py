@@ -16,12 +16,10 @@ from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.formats import COMPRESSED
 from kvferry.router.media.limits import MAX_HELD_BYTES, MAX_RENDERS, RENDERS_PER_TENANT
 from kvferry.router.media.loading import MediaLoader
-from kvferry.router.media.parts import MediaPart
+from kvferry.router.media.parts import MediaFile
 from kvferry.router.media.refusal import InvalidMedia, refused
 from kvferry.router.media.tenant_places import TenantPlaces
 from kvferry.router.request_context import RequestContext
-
-_COMPRESSED = tuple(f"data:{mime};" for mime in COMPRESSED)
 
 
 class MediaBudget:
@@ -79,21 +77,22 @@ class MediaPrompter:
         self.budget.hold(call.tenant, holder, chat.size)
         try:
             async with asyncio.timeout(call.deadline - time.monotonic()):
-                loaded = await self._loader.load(chat.parts, call.tenant)
-                self.budget.hold(call.tenant, holder, max(0, sum(len(part.url) for part in loaded) - chat.size))
+                files = await self._loader.load(chat.parts, call.tenant)
+                for file in files:
+                    self.budget.hold(call.tenant, file, len(file.data))
                 async with self._renders.taken(call.tenant):
-                    found = await self._rendered(chat, loaded, call, adapter)
+                    found = await self._rendered(chat, files, call, adapter)
         except TimeoutError:
             raise DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s") from None
         self.budget.hold(call.tenant, found.media, found.media.size)
         return found
 
     async def _rendered(
-        self, chat: MediaChat, loaded: Sequence[MediaPart], call: RequestContext, adapter: str
+        self, chat: MediaChat, files: Sequence[MediaFile], call: RequestContext, adapter: str
     ) -> RenderedMedia:
         left_s = max(0.0, call.deadline - time.monotonic())
-        request = RenderRequest(chat.body(loaded), adapter, left_s, self._template)
-        return await self._nodes.render(request, self._abilities(chat, loaded, adapter))
+        request = RenderRequest(chat.body(files), adapter, left_s, self._template, tuple(file.data for file in files))
+        return await self._nodes.render(request, self._abilities(chat, files, adapter))
 
     def _check(self, chat: MediaChat, adapter: str) -> None:
         """Raise InvalidRequest for the first medium that no node accepts, or if no node accepts all of them."""
@@ -105,14 +104,14 @@ class MediaPrompter:
                 raise InvalidMedia(f"{part.part}: {why}", param=part.part) from error
         self._nodes.check(chat.modalities, adapter)
 
-    def _abilities(self, chat: MediaChat, loaded: Sequence[MediaPart], adapter: str) -> frozenset[str]:
+    def _abilities(self, chat: MediaChat, files: Sequence[MediaFile], adapter: str) -> frozenset[str]:
         """Return what the making node must be able to do; raise InvalidMedia for FLAC and Ogg that no node accepts."""
-        part = next((part for part in loaded if part.url.startswith(_COMPRESSED)), None)
-        if part is None:
+        file = next((file for file in files if file.mime in COMPRESSED), None)
+        if file is None:
             return chat.modalities
         needed = chat.modalities | {COMPRESSED_AUDIO}
         try:
             self._nodes.check(needed, adapter)
         except InvalidRequest as error:
-            raise refused(part.field, "must be WAV or MP3: no node of the model bounds FLAC and Ogg") from error
+            raise refused(file.part.field, "must be WAV or MP3: no node of the model bounds FLAC and Ogg") from error
         return needed

@@ -126,13 +126,21 @@ class NodeClient:
         await self.call(node, f"POST /streams/{self.router_id}/seen", pack(Seen(number)), self._answer_s, None, None)
 
     async def call(
-        self, node: NodeLease, what: str, body: bytes, silence_s: float | None, opened: Callback, deliver: Callback
+        self,
+        node: NodeLease,
+        what: str,
+        body: bytes | list[bytes],
+        silence_s: float | None,
+        opened: Callback,
+        deliver: Callback,
     ) -> None:
-        """Call a node; `what` is the method and path."""
+        """Call a node; `what` is the method and path. A long body comes in pieces, which are not copied."""
         method, _, path = what.partition(" ")
+        first, *rest = [body] if isinstance(body, bytes) else body
+        length = len(first) + sum(map(len, rest))
         try:
             address, prefix, host = _address(node.http_url)
-            head = f"{method} {prefix}{path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
+            head = f"{method} {prefix}{path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {length}\r\n"
             connection = self._idle_connection(address)
             if connection is None:
                 loop, encrypted = asyncio.get_running_loop(), self._tls.options(urlsplit(node.http_url))
@@ -142,9 +150,9 @@ class NodeClient:
         except (OSError, ValueError) as error:
             raise _node_lost(node, error) from error
         member = f"{HEADER}: {token}\r\n" if (token := self._token()) else ""
-        request = f"{head}{member}content-type: application/msgpack\r\n\r\n".encode() + body
+        request = f"{head}{member}content-type: application/msgpack\r\n\r\n".encode() + first
         try:
-            await connection.exchange(request, silence_s, opened, deliver)
+            await connection.exchange((request, *rest), silence_s, opened, deliver)
         except (OSError, httptools.HttpParserError, WireError) as error:
             self._forget(address)
             raise _node_lost(node, error, NodeDied if isinstance(error, ConnectionError) else NodeLost) from error
@@ -185,8 +193,8 @@ def _address(http_url: str) -> tuple[Address, str, str]:
     return (url.hostname or "", url.port or 80), url.path, url.netloc
 
 
-def _with_media(request: GenerateRequest | PrefillRequest) -> bytes:
-    """Return a packed message, followed by the data of its job's media."""
+def _with_media(request: GenerateRequest | PrefillRequest) -> bytes | list[bytes]:
+    """Return a packed message, followed by the data of its job's media if it has any."""
     if not (media := request.job.media):
         return pack(request)
     return with_data(pack(replace(request, job=replace(request.job, media=without_data(media)))), media)

@@ -62,7 +62,7 @@ class Nodes:
 
 
 def asking(items: Sequence[MediaItem], root: bytes = ROOT, deadline_s: float = 10.0) -> bytes:
-    return with_data(pack(EncodeRequest(root, without_data(items), deadline_s)), items)
+    return b"".join(with_data(pack(EncodeRequest(root, without_data(items), deadline_s)), items))
 
 
 def same(found: Sequence[torch.Tensor], *items: MediaItem) -> bool:

@@ -17,6 +17,7 @@ from kvferry.protocol.errors import ConfigError, InvalidRequest
 from tests.engine import tiny_audio as tiny
 from tests.engine.speech.test_audio import encoded, tone
 from tests.engine.tiny_audio import chat, clip, url_part, wav
+from tests.render_requests import render_request
 
 CPU = torch.device("cpu")
 CLIP = clip(0.3, 1)
@@ -77,16 +78,16 @@ def test_placeholders_in_a_text_of_the_client_stay_text(encoder: MediaEncoder) -
 )
 def test_files_that_are_refused_by_name(encoder: MediaEncoder, wrong: Any, words: str) -> None:
     content = [url_part("text"), url_part(wrong)]
-    asked = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": content}]})
+    asked = render_request([{"role": "user", "content": "Hi"}, {"role": "user", "content": content}])
     with pytest.raises(InvalidRequest, match=rf"^messages\[1\]\.content\[1\] {words}") as caught:
-        encoder.render(asked.encode())
+        encoder.render(asked)
     assert caught.value.param == "messages[1].content[1]"
 
 
 def test_other_media(encoder: MediaEncoder) -> None:
     content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
     with pytest.raises(InvalidRequest, match=r"shows 0 of 1 images, audios|the model takes no image"):
-        encoder.render(json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
+        encoder.render(render_request([{"role": "user", "content": content}]))
 
 
 def test_a_tower_of_another_rate(checkpoint: Path, tmp_path: Path) -> None:

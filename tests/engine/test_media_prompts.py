@@ -6,6 +6,7 @@ import base64
 import json
 import struct
 import zlib
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kvferry.engine.media import loader
-from kvferry.engine.media.data_urls import data_of
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.engine.media.loader import load_media_encoder
 from kvferry.engine.media.pictures import picture
@@ -26,6 +26,7 @@ from kvferry.protocol import media
 from kvferry.protocol.errors import ConfigError, InvalidRequest
 from tests.engine import tiny_vision as tiny
 from tests.engine.tiny_vision import part, tokenizer, url
+from tests.render_requests import render_request
 from tests.router.media.pictures import chunk, png
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def load(path: Path) -> MediaEncoder:
 
 def rendered(encoder: MediaEncoder, messages: list[dict[str, Any]], **given: Any) -> str:
     """The prompt's text, each image as one token."""
-    prompt = encoder.render(json.dumps({"messages": messages, **given}).encode())
+    prompt = encoder.render(render_request(messages, **given))
     text: str = tokenizer().decode(prompt.token_ids, skip_special_tokens=False)
     return text.replace("<image_soft_token>" * 16, "<image_soft_token>")
 
@@ -78,7 +79,7 @@ def test_placeholders_in_names_of_the_client_stay_text(checkpoint: Path, tmp_pat
 def test_placeholders_in_a_text_of_the_client_stay_text(encoder: MediaEncoder) -> None:
     found = rendered(encoder, asked("What is <start_of_image>?", SMALL, "<image_soft_token>"))
     assert found == f"user: What is <start_of_image>?{SHOWN}<image_soft_token>\n"
-    prompt = encoder.render(json.dumps({"messages": asked("<start_of_image>", SMALL)}).encode())
+    prompt = encoder.render(render_request(asked("<start_of_image>", SMALL)))
     (item,) = prompt.media
     assert prompt.token_ids[item.offset : item.offset + item.length] == (tiny.IDS["<image_soft_token>"],) * 16
 
@@ -112,14 +113,13 @@ def test_what_the_template_gets_of_tools_and_calls(checkpoint: Path, tmp_path: P
 
 
 def test_a_template_that_the_router_was_given(encoder: MediaEncoder) -> None:
-    asked = tiny.chat((SMALL, "Hi"))
     given = "Given: {% for p in messages[0].content %}{{ p.text or '<start_of_image>' }}{% endfor %}"
     for template, start in ((given, "Given: "), ("", "user: "), (given + "!", "Given: ")):
-        prompt = encoder.render(asked, template)
+        prompt = encoder.render(tiny.chat((SMALL, "Hi"), template))
         assert len(prompt.media) == 1
         assert tokenizer().decode(prompt.token_ids, skip_special_tokens=False).startswith(start)
     with pytest.raises(InvalidRequest, match="the chat template does not parse"):
-        encoder.render(asked, "{% if %}")
+        encoder.render(tiny.chat((SMALL, "Hi"), "{% if %}"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_template_that_shows_no_images(checkpoint: Path, tmp_path: Path, templ
 
 
 def opened(image: Image.Image, form: str, **how: Any) -> Image.Image:
-    return picture(data_of(url(image, form, **how), "x"), "x")
+    return picture(base64.b64decode(url(image, form, **how).partition(",")[2]), "x")
 
 
 def test_formats_orientation_transparency_and_the_first_frame() -> None:
@@ -164,7 +164,6 @@ def truncated() -> str:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("data:image/png;base64,$$$$", "no valid base64"),
         ("data:image/png;base64,AAAA", "no picture in PNG, JPEG, WebP or GIF"),
         (url(SMALL, "BMP"), "no picture in PNG"),
         (truncated(), "is damaged"),
@@ -194,6 +193,13 @@ def test_what_is_not_pixels_is_bounded(recwarn: pytest.WarningsRecorder, text: s
     with pytest.raises(InvalidRequest, match=words):
         picture(png(9, 9)[:33] + extra + png(9, 9)[33:], "x")
     assert not recwarn.list
+
+
+def test_each_medium_has_a_file(encoder: MediaEncoder) -> None:
+    request = tiny.chat((SMALL, "Hi"))
+    for files in ((), request.files * 2):
+        with pytest.raises(InvalidRequest, match=f"has 1 images and audios, and {len(files)} files came"):
+            encoder.render(replace(request, files=files))
 
 
 def test_other_media(encoder: MediaEncoder) -> None:

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer
 
+from kvferry.protocol.media import RenderRequest
 from tests.engine import tiny_vision
 from tests.engine.tiny_models import transformers
 from tests.engine.tiny_vision import TEXT, VOCAB, WORDS
+from tests.render_requests import render_request
 
 SPECIAL = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "[BEGIN_AUDIO]", "[AUDIO]")
 IDS = {text: VOCAB + index for index, text in enumerate(SPECIAL)}
@@ -104,10 +106,10 @@ def url_part(content: str | np.ndarray | bytes) -> dict[str, Any]:
     return {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{base64.b64encode(file).decode()}"}}
 
 
-def chat(content: Sequence[str | np.ndarray | bytes]) -> bytes:
+def chat(content: Sequence[str | np.ndarray | bytes]) -> RenderRequest:
     """A question of texts and clips, as routers write it."""
-    parts = [url_part(each) for each in content]
-    return json.dumps({"messages": [{"role": "user", "content": parts}], "add_generation_prompt": True}).encode()
+    message = {"role": "user", "content": [url_part(each) for each in content]}
+    return render_request([message], add_generation_prompt=True)
 
 
 def clips_of(content: Sequence[str | np.ndarray]) -> list[np.ndarray]:

@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kvferry.protocol.media import RenderRequest
 from tests.engine.tiny_hybrids import DELTA, MIXTURE
 from tests.engine.tiny_models import EXPERTS, SHAPE, transformers
+from tests.render_requests import render_request
 
 SPECIAL = (
     *("<s>", "<eos>", "<image>", "<fake_token_around_image>", "<global-img>", "<start_of_image>", "<end_of_image>"),
@@ -178,10 +180,10 @@ def url(image: Image.Image, form: str = "PNG", **how: Any) -> str:
     return f"data:image/{form.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def chat(content: Sequence[str | Image.Image]) -> bytes:
+def chat(content: Sequence[str | Image.Image], template: str = "") -> RenderRequest:
     """A question of texts and pictures."""
-    parts = [part(each) for each in content]
-    return json.dumps({"messages": [{"role": "user", "content": parts}], "add_generation_prompt": True}).encode()
+    message = {"role": "user", "content": [part(each) for each in content]}
+    return render_request([message], template, add_generation_prompt=True)
 
 
 def part(content: str | Image.Image) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kvferry.engine_adapter.measured_modalities import probe
 from kvferry.engine_adapter.node_loading import measured_engine
 from kvferry.protocol.errors import InvalidRequest, NodeDied, StepFailed
 from kvferry.protocol.lease import Rates
-from kvferry.protocol.media import MediaItem
+from kvferry.protocol.media import MediaItem, RenderRequest
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.media.formats import format_of, wav_fault
 from kvferry.router.media.image_size import image_size
@@ -199,10 +199,10 @@ async def test_an_answer_that_cannot_be_read_fails_this_request_alone(told: Any)
 
     setattr(engine._http, "post", answer)  # noqa: B010 - a method
     with pytest.raises(StepFailed, match="cannot be read"):
-        await engine.media.render(b'{"messages":[]}')
+        await engine.media.render(RenderRequest(b'{"messages":[]}'))
 
 
-async def test_a_chat_goes_to_the_engine_as_it_is_with_what_the_adapter_adds():
+async def test_a_chat_goes_to_the_engine_with_its_files_and_what_the_adapter_adds():
     asked: list[tuple[str, Any]] = []
     engine = await engine_of()
 
@@ -211,9 +211,20 @@ async def test_a_chat_goes_to_the_engine_as_it_is_with_what_the_adapter_adds():
         return {"token_ids": [1]}
 
     setattr(engine._http, "post", answer)  # noqa: B010 - a method
-    await asyncio.gather(engine.media.render(b'{"messages":[1]}'), engine.media.render(b'{"messages":[2]}', "lora"))
+    render = engine.media.render
+    await asyncio.gather(render(RenderRequest(b'{"messages":[1]}')), render(RenderRequest(b'{"messages":[2]}'), "lora"))
+    text, png, wav = {"type": "text", "text": "Hi"}, "data:image/png;base64,", "data:audio/wav;base64,"
+    parts = [text, image_part(png), text, {"type": "audio_url", "audio_url": {"url": wav}}, image_part(png)]
+    chat = {"messages": [{"role": "system", "content": "text"}, {"role": "user", "content": parts}, {"role": "user"}]}
+    await render(RenderRequest(json.dumps(chat).encode(), files=(b"one", b"three", b"")))
     path = "/v1/chat/completions/render"
-    assert asked == [
+    assert asked[:2] == [
         (path, {"model": "toy", "max_tokens": 1, "messages": [1]}),
         (path, {"model": "lora", "max_tokens": 1, "messages": [2]}),
     ]
+    parts[1], parts[3] = image_part(f"{png}b25l"), {"type": "audio_url", "audio_url": {"url": f"{wav}dGhyZWU="}}
+    assert asked[2] == (path, {"model": "toy", "max_tokens": 1, **chat})
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}

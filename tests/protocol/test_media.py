@@ -17,6 +17,7 @@ from kvferry.protocol.media import (
     joined,
     media_within,
     with_data,
+    with_files,
     without_data,
 )
 from kvferry.protocol.wire import FrameReader, WireError, pack, unpack
@@ -84,13 +85,18 @@ def test_the_first_tokens_of_a_prompt_have_its_blocks() -> None:
 
 
 def test_data_travel_behind_a_message_and_are_put_back() -> None:
-    items = (item(0, 1, data=b"x" * 300), item(1, 1, "b"))
-    message, *datas = FrameReader().feed(with_data(pack(RenderedPrompt((1, 2), without_data(items))), items))
+    items = (item(0, 1, data=b"x" * 300), replace(item(1, 1, "b"), file=b"file"))
+    pieces = with_data(pack(RenderedPrompt((1, 2), without_data(items))), items)
+    assert any(piece is items[0].data for piece in pieces), "data are not copied"
+    message, *datas = FrameReader().feed(b"".join(pieces))
     assert message.media == without_data(items)
     assert joined(message.media, datas) == items
     for wrong in ([], datas[:1], [*datas, b""], ["text", b""]):
         with pytest.raises(WireError):
             joined(message.media, wrong)
+    assert with_files(message.media, (b"", b"file")) == tuple(replace(each, data=b"") for each in items)
+    with pytest.raises(WireError):
+        with_files(message.media, (b"",))
 
 
 def test_too_many_media_are_not_sound() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.engine.media.local_embeddings import LocalEmbeddings
 from kvferry.protocol.errors import ConfigError
-from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest, joined
+from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest, followed_by, joined
 from kvferry.protocol.messages import FirstToken, Holder, Job, MoveRequest, ShipDone
 from kvferry.protocol.speech import SpeechRequest
 from kvferry.protocol.wire import FrameReader, pack
@@ -161,25 +161,28 @@ async def test_a_stream_moves_without_its_images() -> None:
             await node.settle()
 
 
-def chat(*urls: str) -> bytes:
-    parts = [{"type": "text", "text": "what?"}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
-    return json.dumps({"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "well"}]}).encode()
+def chat(*files: bytes) -> bytes:
+    """A RenderRequest about pictures, as a router sends it."""
+    parts = [{"type": "text", "text": "what?"}, *[{"type": "image_url", "image_url": {"url": "data:"}}] * len(files)]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "well"}]
+    return b"".join(followed_by(pack(RenderRequest(json.dumps({"messages": messages}).encode())), files))
 
 
 async def post(node: Worker, path: str, message: Any) -> httpx.Response:
+    body = message if isinstance(message, bytes) else pack(message)
     async with httpx.AsyncClient(trust_env=False) as http:
-        return await http.post(f"{node.node.address.url}/attempts/{path}", content=pack(message))
+        return await http.post(f"{node.node.address.url}/attempts/{path}", content=body)
 
 
 async def test_nodes_make_prompts_of_chats_and_say_so_in_their_leases() -> None:
     async with nodes() as own:
         for node in (own.router.prefill, own.router.decode):
             assert node.loaded.lease().modalities == ("image",)
-            answer = await post(node, "render", RenderRequest(chat("data:a", "data:b")))
+            answer = await post(node, "render", chat(b"a", b"b"))
             message, *datas = FrameReader().feed(answer.content)
             prompt = RenderedPrompt(message.token_ids, joined(message.media, datas), message.rope_offset)
             assert prompt.sound
-            assert [item.data for item in prompt.media] == [b"data:a", b"data:b"]
+            assert [item.data for item in prompt.media] == [b"a", b"b"]
             assert prompt.rope_offset == -4
             assert node.node.metrics.media.renders._value.get() == 1
             refused = await post(node, "transcribe", SpeechRequest(False, (), "a.wav", b"RIFF"))
@@ -193,7 +196,7 @@ async def test_a_node_without_an_encoder_takes_text_alone() -> None:
     engine.media.encoder = None
     async with worker("decode", engine) as decode, routed(decode, decode) as router:
         assert decode.loaded.lease().modalities == ()
-        assert (await post(decode, "render", RenderRequest(chat("data:a")))).status_code == 400
+        assert (await post(decode, "render", chat(b"a"))).status_code == 400
         await router.generate(job("a"))
         await until(lambda: router.failed)
         assert router.failed[0].code == "invalid_request_error"
@@ -203,12 +206,12 @@ async def test_a_node_without_an_encoder_takes_text_alone() -> None:
 async def test_more_images_than_a_limit_and_more_chats_than_threads_take(monkeypatch: pytest.MonkeyPatch) -> None:
     own = seeing(image=1)
     async with worker("decode", own.parts) as decode:
-        answer = await post(decode, "render", RenderRequest(chat("data:a", "data:b")))
+        answer = await post(decode, "render", chat(b"a", b"b"))
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "a prompt may hold at most 1 images, got 2"
-        assert (await post(decode, "render", RenderRequest(chat("data:a")))).status_code == 200
+        assert (await post(decode, "render", chat(b"a"))).status_code == 200
         monkeypatch.setattr(media_rendering, "MAX_WAITING", 0)
-        assert (await post(decode, "render", RenderRequest(chat("data:a")))).status_code == 429
+        assert (await post(decode, "render", chat(b"a"))).status_code == 429
 
 
 def test_limits_are_read_from_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,7 +12,16 @@ import pytest
 from fastapi import FastAPI, Request
 
 from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied
-from kvferry.protocol.media import MediaItem, RenderedPrompt, RenderRequest, joined, with_data, without_data
+from kvferry.protocol.media import (
+    MediaItem,
+    RenderedPrompt,
+    RenderRequest,
+    followed_by,
+    joined,
+    with_data,
+    with_files,
+    without_data,
+)
 from kvferry.protocol.messages import GenerateRequest, Job, PrefillRequest
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
@@ -27,16 +37,16 @@ PROMPT = RenderedPrompt((1, 2, 3), ITEMS)
 
 
 class Media:
-    """An engine that answers as it is told. heard: what it was asked."""
+    """An engine that answers as it is told. heard: what it was asked. keeps: its items hold the request's files."""
 
-    def __init__(self, *script: Any) -> None:
-        self.script, self.heard, self.dropped = script, list[Any](), 0
+    def __init__(self, *script: Any, keeps: bool = False) -> None:
+        self.script, self.heard, self.dropped, self.keeps = script, list[Any](), 0, keeps
 
-    async def render(self, chat: bytes, adapter: str = "", template: str = "") -> RenderedPrompt:
-        self.heard.append((chat, adapter, template))
+    async def render(self, request: RenderRequest, adapter: str = "") -> RenderedPrompt:
+        self.heard.append((request, adapter))
         for each in self.script:
             await self._play(each, lambda data: None)
-        return PROMPT
+        return replace(PROMPT, media=with_files(ITEMS, request.files)) if self.keeps else PROMPT
 
     async def transcribe(
         self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
@@ -66,22 +76,45 @@ def routes_of(media: Any, names: dict[str, str] | None = {"id": "lora"}) -> tupl
 
 async def post(app: FastAPI, path: str, message: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://node") as http:
-        return await http.post(path, content=pack(message))
+        return await http.post(path, content=message if isinstance(message, bytes) else pack(message))
 
 
 def speech(**more: Any) -> SpeechRequest:
     return SpeechRequest(False, (), "a.wav", b"RIFF", **more)
 
 
-async def test_a_prompt_is_made_with_the_adapter_by_its_name_and_the_routers_template():
-    media = Media()
+async def test_a_prompt_is_made_of_the_files_with_the_adapter_by_its_name():
+    media, request = Media(), RenderRequest(b"{}", "id", template="{{ a }}")
     app, routes = routes_of(media)
-    answer = await post(app, "/attempts/render", RenderRequest(b"{}", "id", template="{{ a }}"))
+    answer = await post(app, "/attempts/render", b"".join(followed_by(pack(request), (b"one", b"two"))))
     message, *datas = FrameReader().feed(answer.content)
     assert message == RenderedPrompt((1, 2, 3), without_data(ITEMS))
     assert joined(message.media, datas) == ITEMS
-    assert media.heard == [(b"{}", "lora", "{{ a }}")]
+    assert media.heard == [(replace(request, files=(b"one", b"two")), "lora")]
     assert routes.running == 0
+
+
+async def test_files_that_the_router_has_are_not_sent_back():
+    app, _ = routes_of(Media(keeps=True))
+    body = b"".join(followed_by(pack(RenderRequest(b"{}")), (b"one", b"two" * 99)))
+    message, *datas = FrameReader().feed((await post(app, "/attempts/render", body)).content)
+    assert message == RenderedPrompt((1, 2, 3), without_data(ITEMS), needs_files=True)
+    assert joined(message.media, datas) == ITEMS
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_request_error"),
+        (pack(SpeechRequest(False, (), "a", b"")), "invalid_request_error"),
+        (pack(RenderRequest(b"{}")) + pack("text"), "invalid_request_error"),
+        (pack(RenderRequest(b"{}"))[:-1] + b"\xc1", "wire_error"),
+    ],
+)
+async def test_what_is_no_chat_with_its_files_is_refused(body: bytes, code: str):
+    media = Media()
+    answer = await post(routes_of(media)[0], "/attempts/render", body)
+    assert (answer.status_code, answer.json()["error"]["code"], media.heard) == (400, code, [])
 
 
 @pytest.mark.parametrize("path", ["/attempts/render", "/attempts/transcribe"])
@@ -108,9 +141,9 @@ def job(*items: MediaItem) -> Job:
 
 @pytest.mark.parametrize("items", [(), ITEMS])
 async def test_a_jobs_media_come_behind_it(items: tuple[MediaItem, ...]):
-    generated = with_data(pack(GenerateRequest(job(*without_data(items)))), items)
+    generated = b"".join(with_data(pack(GenerateRequest(job(*without_data(items)))), items))
     assert await read_attempt(request_of(generated), GenerateRequest) == GenerateRequest(job(*items))
-    prefilled = with_data(pack(PrefillRequest(job(*without_data(items)))), items)
+    prefilled = b"".join(with_data(pack(PrefillRequest(job(*without_data(items)))), items))
     assert await read_attempt(request_of(prefilled), PrefillRequest) == PrefillRequest(job(*items))
 
 
@@ -121,9 +154,9 @@ async def test_a_jobs_media_come_behind_it(items: tuple[MediaItem, ...]):
         pack(SpeechRequest(False, (), "a", b"")),
         pack(GenerateRequest(job(*ITEMS))),
         pack(GenerateRequest(job())) + pack(b"more"),
-        with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS[:1]),
-        pack(GenerateRequest(job(ITEMS[0]))) + pack("text"),
-        with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS)[:-3],
+        b"".join(with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS[:1])),
+        pack(GenerateRequest(job(ITEMS[0]))) + pack("text") + pack(b"file"),
+        b"".join(with_data(pack(GenerateRequest(job(*ITEMS))), ITEMS))[:-3],
     ],
 )
 async def test_a_job_whose_media_do_not_fit_is_refused(body: bytes):

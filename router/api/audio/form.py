@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.long_work import LongWork
 
 MAX_FIELDS = 32
 """Largest number of fields, the file included."""
@@ -46,10 +46,11 @@ async def read_form(data: bytes) -> Form:
         "on_header_end": reader.header_end, "on_part_data": reader.data, "on_part_end": reader.end,
         "on_end": reader.finish,
     })  # fmt: skip
+    work = LongWork()
     try:
         for start in range(0, len(data), SLICE):
             parser.write(data[start : start + SLICE])
-            await asyncio.sleep(0)
+            await work.pause()
         parser.finalize()
     except FormParserError as error:
         raise InvalidRequest(f"the form cannot be read: {error}") from error

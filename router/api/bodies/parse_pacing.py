@@ -7,6 +7,7 @@ from collections import deque
 from itertools import islice
 
 from kvferry.protocol.errors import Overloaded
+from kvferry.router.long_work import LongWork
 
 LONG_BYTES, LONG_S = 64 * 1024, 0.006
 """Bodies with fewer bytes or a lower cost in seconds are parsed at once."""
@@ -50,13 +51,13 @@ async def counted(data: bytes) -> tuple[int, int, int]:
 
     The data of an image have none of them, which a search finds out in a tenth of the time. Elsewhere, removing all
     other bytes first takes half the time of counting these three in the text."""
-    found = [0, 0, 0]
+    found, work = [0, 0, 0], LongWork()
     for at in range(0, len(data), COUNT_BYTES):
         if any(data.find(mark, at, at + COUNT_BYTES) >= 0 for mark in _MARKS):
             marks = data[at : at + COUNT_BYTES].translate(None, _OTHERS)
             for number, mark in enumerate(_MARKS):
                 found[number] += marks.count(mark)
-        await asyncio.sleep(0)
+        await work.pause()
     return found[0], found[1], found[2]
 
 

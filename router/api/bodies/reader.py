@@ -32,6 +32,7 @@ from kvferry.router.api.bodies.sliced_json import (
     TooManyObjects,
     objects_in,
 )
+from kvferry.router.long_work import paced
 from kvferry.router.request_context import CALL
 from kvferry.runtime.disconnect import until_disconnect
 
@@ -40,6 +41,8 @@ MAX_BODIES, MAX_PER_SOURCE = 8, 4
 RESERVED_BODIES, SMALL_SHARE = 1, 1 / 16
 """Room beyond MAX_BODIES for small sources, and what a small source holds, as multiples of the longest body."""
 
+ARRIVAL_BYTE_S = 2e-9
+"""CPU time for each byte of a body that arrives, in seconds."""
 READ_AT = "kvferry.read_at"
 """Key in the ASGI scope for the time when the body was read and admitted, in seconds of the monotonic clock."""
 
@@ -110,6 +113,8 @@ class BodyReader:
                 if own > MAX_PER_SOURCE or room < (-RESERVED_BODIES if own <= SMALL_SHARE else 0):
                     raise Overloaded("too many large request bodies are arriving", retry_after=1.0)
                 arrived.write(part)
+                if size >= LONG_BYTES:  # meanwhile the connection is not read
+                    await paced(len(part) * ARRIVAL_BYTE_S)
                 if not message.get("more_body", False):
                     break
                 message = await receive()

@@ -5,13 +5,14 @@ and objects are cut at their commas into texts of WINDOW bytes, each of which th
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Generator
 from typing import Any
 
 from pydantic_core import from_json
+
+from kvferry.router.long_work import LongWork
 
 WINDOW = 16 * 1024
 """Bytes of a slice."""
@@ -73,14 +74,14 @@ class SlicedJson:
 
     async def value(self) -> Any:
         """Return the text's value; let the event loop run other work every SLICE_S."""
-        steps, until = self._whole(), time.perf_counter() + SLICE_S
+        steps, until, work = self._whole(), time.perf_counter() + SLICE_S, LongWork()
         while True:
             try:
                 next(steps)
             except StopIteration as end:
                 return end.value
             if time.perf_counter() >= until:
-                await asyncio.sleep(0)
+                await work.pause()
                 until = time.perf_counter() + SLICE_S
 
     def _whole(self) -> Generator[None, None, Any]:
@@ -119,20 +120,18 @@ class SlicedJson:
         return at if self._data.find(b"\\", at, quote) >= 0 else max(at, quote)
 
     def _joined(self, at: int, end: int) -> Generator[None, None, str]:
-        """Parse a string in which nothing is escaped, in pieces; ASCII pieces at its start are only checked."""
-        begun, pieces = at, list[str]()
+        """Parse a string in which nothing is escaped, in pieces.
+
+        The text grows in place, since nothing else refers to it. A copy in the end would take 12 ms for 16 MiB."""
+        text = ""
         while at < end:
             to = min(at + PLAIN, end)
             if to < end:  # a piece ends between two characters, which have at most four bytes
                 to -= next((back for back in range(4) if self._data[to - back] & 0xC0 != 0x80), 0)
-            piece = _parsed_alone(b'"%b"' % self._data[at:to], at)
-            if not pieces and not piece.isascii():
-                pieces.append(str(memoryview(self._data)[begun:at], "ascii"))
-            if pieces:
-                pieces.append(piece)
+            text += _parsed_alone(b'"%b"' % self._data[at:to], at)
             at = to
             yield
-        return "".join(pieces) if pieces else str(memoryview(self._data)[begun:end], "ascii")
+        return text
 
     def _list(self, at: int, depth: int) -> Steps:
         items, plain, begun = Numbers(), True, at

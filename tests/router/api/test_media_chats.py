@@ -22,6 +22,8 @@ from tests.router.media import pictures as made
 from tests.waiting import until
 
 URL = made.data_url(made.png(), made.PNG)
+WAITING = len(URL) + len(made.png())
+"""Bytes of the picture's text and file, which a request holds until a node has made its prompt."""
 PICTURE = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}, "uuid": "mine"}
 SOUND = {"type": "input_audio", "input_audio": {"data": made.data_url(made.wav(), "").partition(",")[2],
          "format": "wav"}}  # fmt: skip
@@ -87,7 +89,11 @@ async def test_a_chat_with_a_picture_is_answered_from_the_engines_prompt():
     assert json.loads(request.chat) == {
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": URL}}], "name": "me"},
+            {
+                "role": "user",
+                "content": [TEXT, {"type": "image_url", "image_url": {"url": f"data:{made.PNG};base64,"}}],
+                "name": "me",
+            },
             {"role": "assistant", "content": "", "reasoning": "hm"},
             {"role": "user", "content": [TEXT]},
         ],
@@ -95,6 +101,7 @@ async def test_a_chat_with_a_picture_is_answered_from_the_engines_prompt():
         "continue_final_message": False,
         "chat_template_kwargs": {"loud": True},
     }
+    assert request.files == (made.png(),)
     assert 0 < request.deadline_s <= 600
     (dispatch,) = api.cluster.dispatches
     assert dispatch.spec.token_ids == prompt().token_ids
@@ -173,7 +180,7 @@ async def test_a_stream_begins_like_any_other():
 
 
 async def test_prepared_media_are_counted_until_the_request_ends(monkeypatch: pytest.MonkeyPatch):
-    budget = budget_of(monkeypatch, 100 + len(URL))
+    budget = budget_of(monkeypatch, 100 + WAITING)
     api = api_of("image", answers=[prompt(60), prompt(60), prompt(101)])
     for _ in range(2):
         assert (await api.chat(messages=chat(PICTURE))).status_code == 200
@@ -183,8 +190,8 @@ async def test_prepared_media_are_counted_until_the_request_ends(monkeypatch: py
     assert (await api.chat(messages=chat(PICTURE))).status_code == 429
 
 
-async def test_media_of_waiting_requests_are_counted_as_they_were_sent(monkeypatch: pytest.MonkeyPatch):
-    budget, go = budget_of(monkeypatch, 2 * len(URL) + 2 * 3), asyncio.Event()
+async def test_media_of_waiting_requests_are_counted_as_they_were_sent_and_decoded(monkeypatch: pytest.MonkeyPatch):
+    budget, go = budget_of(monkeypatch, 2 * WAITING + 2 * 3), asyncio.Event()
     api = api_of("image", answers=[prompt(), prompt(), prompt()])
     make = api.cluster.media.render
 
@@ -194,7 +201,7 @@ async def test_media_of_waiting_requests_are_counted_as_they_were_sent(monkeypat
 
     monkeypatch.setattr(api.cluster.media, "render", render)
     waiting = [asyncio.create_task(api.chat(messages=chat(PICTURE))) for _ in range(2)]
-    await until(lambda: budget.held == 2 * len(URL))
+    await until(lambda: budget.held == 2 * WAITING)
     assert (await api.chat(messages=chat(PICTURE))).status_code == 429
     go.set()
     assert [(await each).status_code for each in waiting] == [200, 200]

@@ -12,7 +12,8 @@ from tests.router.api.test_media_chats import TEXT, URL, api_of, prompt
 from tests.router.media import pictures as made
 
 DATA = URL.partition(",")[2]
-IMAGE = {"type": "image_url", "image_url": {"url": URL}}
+IMAGE = {"type": "image_url", "image_url": {"url": f"data:{made.PNG};base64,"}}
+"""What an engine gets, whose data are the file after the chat."""
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 INPUT = {"type": "input_image", "image_url": URL, "detail": "low"}
 USER = {"role": "user"}
@@ -54,7 +55,7 @@ async def test_pictures_of_other_apis_reach_the_engine_in_a_chats_form(path: str
     assert (answer.status_code, "A cat." in answer.text) == (200, True)
     (request,) = api.cluster.media.asked
     (message,) = json.loads(request.chat)["messages"]
-    assert message["content"] == [TEXT, IMAGE]
+    assert (message["content"], request.files) == ([TEXT, IMAGE], (made.png(),))
     blind = api_of()
     refused = await blind.http.post(path, json={"model": "SmolLM2-135M-Instruct", **body})
     assert (refused.status_code, "no node of the model takes image" in refused.text) == (400, True)

@@ -52,8 +52,18 @@ async def test_the_least_busy_node_that_takes_pictures_makes_the_prompt():
         assert (idle.rendered, busy.rendered) == ([ASKED], [])
 
 
+async def test_files_that_a_node_needs_again_are_the_requests_own():
+    asked = replace(ASKED, files=(b"picture" * 99,))
+    node = seer("d2", replace(ANSWER, needs_files=True))
+    async with Bench([decode("d1"), node]) as bench:
+        found = await bench.cluster.media.render(asked, ("image",))
+        assert node.rendered == [asked]
+        assert found.media.items == (replace(ITEM, file=asked.files[0]),)
+        assert found.media.items[0].file is asked.files[0]
+
+
 @pytest.mark.parametrize("failure", [CRASH, Overloaded("full"), StepFailed("odd"), ITEM,
-                                     RenderedPrompt((1,), (ITEM,))])  # fmt: skip
+                                     RenderedPrompt((1,), (ITEM,)), replace(ANSWER, needs_files=True)])  # fmt: skip
 async def test_another_node_makes_the_prompt_if_the_first_fails(failure: Any):
     first, second = seer("d1", failure), seer("d2", ANSWER, load=BUSY)
     async with Bench([first, second]) as bench:

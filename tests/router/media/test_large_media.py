@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from starlette.types import Message
 
-from kvferry.protocol import base64_text
 from kvferry.router.api.bodies import sliced_json
 from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import BodyReader, parsed
+from kvferry.router.media import base64_text
 from kvferry.router.media.data_urls import decoded
 from kvferry.router.media.refusal import InvalidMedia
 from kvferry.router.request_context import CALL, NO_RESUME, RequestContext

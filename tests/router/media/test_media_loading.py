@@ -1,4 +1,4 @@
-"""Media of a request: what is taken becomes data URLs; all else is refused with its field and the bound."""
+"""Media of a request: what is taken is read with its usual MIME type; all else is refused with its field and bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chat(*parts: Any) -> list[dict[str, Any]]:
 
 async def load(*parts: Any) -> list[tuple[str, str]]:
     found = await MediaLoader().load(media_parts(chat(*parts)))
-    return [(each.modality, each.url) for each in found]
+    return [(each.part.modality, made.data_url(each.data, each.mime)) for each in found]
 
 
 async def refusal(*parts: Any) -> InvalidRequest:
@@ -64,7 +64,7 @@ async def refusal(*parts: Any) -> InvalidRequest:
          made.data_url(made.MP4, "video/mp4")),
     ],
 )  # fmt: skip
-async def test_each_kind_becomes_a_data_url_in_its_usual_form(part: dict[str, Any], modality: str, url: str):
+async def test_each_kind_has_its_usual_mime_type(part: dict[str, Any], modality: str, url: str):
     assert await load(part) == [(modality, url)]
 
 
@@ -177,8 +177,9 @@ async def test_fetched_media_are_checked_like_others_and_keep_their_places():
     web = Web(a=(made.png(), "image/png; charset=x"), b=(made.jpeg((3, 3)), ""), c=(made.png(), "text/html"))
     here = made.data_url(made.png(2, 2), made.PNG)
     found = await MediaLoader(web).load(media_parts(chat(image("a"), image(here), image("b"))), "me")
-    urls = [made.data_url(made.png(), made.PNG), here, made.data_url(made.jpeg((3, 3)), "image/jpeg")]
-    assert [each.url for each in found] == urls
+    files = [(made.png(), made.PNG), (made.png(2, 2), made.PNG), (made.jpeg((3, 3)), "image/jpeg")]
+    assert [(each.data, each.mime) for each in found] == files
+    assert [each.part.place for each in found] == [1, 2, 3]
     assert sorted(web.asked) == ["me a", "me b"]
     with pytest.raises(InvalidRequest, match="'text/html'"):
         await MediaLoader(web).load(media_parts(chat(image("c"))))

@@ -45,13 +45,15 @@ class Nodes:
     """Make a prompt of everything."""
 
     def __init__(self) -> None:
-        self.asked: list[RenderRequest] = []
+        self.asked, self.may = list[RenderRequest](), asyncio.Event()
+        self.may.set()
 
     def check(self, modalities: object, adapter: str = "") -> None:
         """Take every modality."""
 
     async def render(self, request: RenderRequest, needed: object) -> RenderedMedia:
         self.asked.append(request)
+        await self.may.wait()
         return RenderedMedia((1, 2), PromptMedia((MediaItem("image", "hash", 0, 1, b"x"),), "fingerprint"))
 
 
@@ -100,12 +102,17 @@ async def test_requests_of_a_tenant_that_fetch_are_bounded():
     await asyncio.gather(*slow)
 
 
-async def test_what_was_fetched_is_counted_until_its_request_ends(monkeypatch: pytest.MonkeyPatch):
+async def test_what_was_fetched_is_counted_until_its_prompt_is_made(monkeypatch: pytest.MonkeyPatch):
     own = Prompting()
     own.host.may.set()
-    await own.ask(AWAY, "one")
-    fetched = len(made.data_url(made.png(), made.PNG))
+    own.nodes.may.clear()
+    fetched = len(made.png())
+    asked = own.ask(AWAY, "one")
+    await until(lambda: own.nodes.asked)
     assert own.prompter.budget.held >= fetched
+    own.nodes.may.set()
+    await asked
+    del asked
     own.holders.clear()
     await until(lambda: own.prompter.budget.held == 0)
     monkeypatch.setattr(own.prompter.budget, "_limit", fetched - 1)

@@ -179,6 +179,7 @@ async def test_counts_are_exact() -> None:
         assert await counted(data) == (data.count(b","), data.count(b"{"), data.count(b"["))
 
 
+@pytest.mark.usefixtures("unpaced")
 def test_counting_all_marks_at_once_is_faster_than_each_mark() -> None:
     data = b"iVBORw0KGgo+" * 2**20
 

@@ -179,7 +179,7 @@ def frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.usefixtures("frozen")
+@pytest.mark.usefixtures("frozen", "unpaced")
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_body_holds_the_event_loop(name: str) -> None:
     kind, content = FIELDS[name]

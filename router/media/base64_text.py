@@ -19,16 +19,20 @@ def decoded_slices(text: str, begin: int = 0) -> Iterator[bytes]:
     """Yield the bytes of the base64 after the first `begin` characters. Raises ValueError where it is damaged.
 
     It takes what the standard library's strict mode takes."""
-    size, padding = len(text) - begin, text.find("=", begin)
-    if not size or size % 4 or 0 <= padding < len(text) - 2 or max(text.find("-", begin), text.find("_", begin)) >= 0:
-        raise ValueError("the text is cut off or not base64")
+    size = len(text) - begin
+    if not size or size % 4:
+        raise ValueError("the text is cut off")
+    _decoded(text[-4:], may_end=True)  # a text that was cut off is refused before the rest is decoded
     for start in range(begin, len(text), SLICE):
-        yield _decoded(text[start : start + SLICE])
+        yield _decoded(text[start : start + SLICE], may_end=start + SLICE >= len(text))
 
 
-def _decoded(text: str) -> bytes:
-    rest = b""
-    if text.endswith("="):  # whose last bits many encoders leave as they are
+def _decoded(text: str, *, may_end: bool) -> bytes:
+    """Decode a slice. may_end: it is the last one, which may end with padding."""
+    rest, padding = b"", text.find("=")
+    if 0 <= padding < len(text) - 2 * may_end or "-" in text or "_" in text:
+        raise ValueError("the text is not base64")
+    if padding >= 0:  # whose last bits many encoders leave as they are
         text, rest = text[:-4], binascii.a2b_base64(text[-4:], strict_mode=True)
     data: bytes = _DECODER.validate_json(f'"{text}"')
     if len(data) != len(text) * 3 // 4:
