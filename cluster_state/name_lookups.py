@@ -1,4 +1,4 @@
-"""DNS lookups of Redis' host name, shared by the client's connections, and connections that use them."""
+"""DNS lookups for Redis connections: a lookup slower than a connection attempt continues, and the next one uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grants of a decode node: between receiver and engine, reserves blocks, starts jobs once they came, or withdraws."""
+"""Grants of a decode node: reserves blocks for KV that a prefill node will send, and starts each job once it came."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, ReservationFailed, Reserved
 from kvferry.kv_transfer.ports import TransferKey
 from kvferry.protocol.errors import Draining, KvferryError
-from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.link_messages import Commit, GrantPurpose
 from kvferry.protocol.messages import Job
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base, ship_outcome
@@ -55,9 +55,9 @@ class Grants:
 
     # Called on the link thread.
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        assert isinstance(asked, Job)
-        job = asked
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
+        assert isinstance(purpose, Job)
+        job = purpose
         try:
             self._base.require_ready()
         except Draining as error:

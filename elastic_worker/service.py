@@ -1,4 +1,4 @@
-"""ElasticService: both roles' services over one engine and pool; engine events go to the role of `worker.roles`.
+"""ElasticService: services of both roles over one engine and pool; the current role gets the engine events.
 
 A role changes only when none of its work is running (`worker.roles`), so the inactive service has no state. Work that
 is independent of the role always continues: keeping replicas, fetching, reading tiers and supplying other nodes."""

@@ -84,7 +84,7 @@ class EncodeService:
         for item, own in zip(items, rows, strict=True):
             run = runs[item.hash]
             if not await self._on_engine(lambda engine, run=run, own=own: self._blocks.store(run, own)):  # type: ignore[misc]
-                raise Overloaded("there is no room for the rows of these media")
+                raise Overloaded("there is no room for the embeddings of these media")
         return len(items)
 
     async def _made(self, root: bytes, items: Sequence[MediaItem], limit_s: float) -> Sequence[torch.Tensor]:

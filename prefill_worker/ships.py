@@ -50,9 +50,9 @@ class Ships:
 
     def offer(self, target: DecodeTarget, job: Job) -> int:
         """Request a grant of the decode node and return the transfer; the job is computed once granted."""
-        asked = replace(job, media=without_data(job.media))
+        purpose = replace(job, media=without_data(job.media))
         with self._lock:  # the grant may come before `offer` returns
-            transfer = self.sender.offer(target, asked, self)
+            transfer = self.sender.offer(target, purpose, self)
             self._offers[transfer] = Offer(job)
         return transfer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
 
@@ -25,7 +25,7 @@ TOOLS = (
 )  # fmt: skip
 
 
-def tool_agents(asked: TraceParams) -> list[Scenario]:
+def tool_agents(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of agents of 12 applications, whose only tool takes 1 to 60 s, beside requests that come once.
 
     A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, 90 s later on average. Three
@@ -33,12 +33,12 @@ def tool_agents(asked: TraceParams) -> list[Scenario]:
     return _tool_agents(Writer(asked, "tool-agents"), ONE_TOOL)
 
 
-def several_tools(asked: TraceParams) -> list[Scenario]:
+def several_tools(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of the same agents with six tools, from reading a file to building a program."""
     return _tool_agents(Writer(asked, "several-tools"), TOOLS)
 
 
-def _tool_agents(writer: Writer, tools: Sequence[Tool]) -> list[Scenario]:
+def _tool_agents(writer: Writer, tools: Sequence[Tool]) -> list[TraceRequest]:
     asked = writer.asked
     once, tasks = asked.count * 3 // 10, asked.rate * 0.7 / 20
     for at in writer.times(tasks):

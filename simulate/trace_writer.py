@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.simulate.scenario import Medium, Scenario
+from kvferry.simulate.trace_request import Medium, TraceRequest
 
 Piece = tuple[str, int]
 """Piece of text: an identifier of its content, and its length in tokens."""
@@ -53,7 +53,7 @@ class Writer:
 
     def __init__(self, asked: TraceParams, name: str) -> None:
         self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
-        self.trace: list[Scenario] = []
+        self.trace: list[TraceRequest] = []
 
     @property
     def full(self) -> bool:
@@ -85,7 +85,7 @@ class Writer:
         shown = tuple(
             Medium(piece, at, tokens) for (piece, tokens), at in zip(prompt, starts, strict=False) if piece in media
         )
-        self.trace.append(Scenario(number, at, length, output, hashes, after, name, tool=tool, media=shown))
+        self.trace.append(TraceRequest(number, at, length, output, hashes, after, name, tool=tool, media=shown))
         return said
 
     def conversation(

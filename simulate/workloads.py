@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.tool_agents import several_tools, tool_agents
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
 PICTURE_TOKENS = (256, 640, 1280)
 """Tokens that stand for a picture."""
 
 
-def low_sharing(asked: TraceParams) -> list[Scenario]:
+def low_sharing(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of prompts that share no prefix."""
     writer = Writer(asked, "low")
     for at in writer.times(asked.rate):
@@ -23,7 +23,7 @@ def low_sharing(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def hot_prefix(asked: TraceParams) -> list[Scenario]:
+def hot_prefix(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace in which all prompts share one long system prompt."""
     writer = Writer(asked, "hot")
     for at in writer.times(asked.rate):
@@ -33,7 +33,7 @@ def hot_prefix(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def many_prefixes(asked: TraceParams) -> list[Scenario]:
+def many_prefixes(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace with hundreds of long prefixes of different popularity, more than a node can hold."""
     writer = Writer(asked, "many")
     names = range(400)
@@ -46,19 +46,19 @@ def many_prefixes(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def chat(asked: TraceParams) -> list[Scenario]:
+def chat(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of conversations of several turns, from a few applications."""
     return _conversations(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
 
 
-def agents(asked: TraceParams) -> list[Scenario]:
+def agents(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of tool-call loops: long tool results, short outputs, short pauses."""
     return _conversations(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
 
 
 def _conversations(
     asked: TraceParams, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
-) -> list[Scenario]:
+) -> list[TraceRequest]:
     writer = Writer(asked, name)
     for at in writer.times(asked.rate / turns):
         if writer.full:
@@ -68,7 +68,7 @@ def _conversations(
     return writer.trace
 
 
-def bursts(asked: TraceParams) -> list[Scenario]:
+def bursts(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace in which two of ten seconds have six tenths of the requests; requests share prefixes."""
     writer = Writer(asked, "bursts")
     now = 0.0
@@ -79,7 +79,7 @@ def bursts(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def documents(asked: TraceParams) -> list[Scenario]:
+def documents(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of long documents, with a few questions about each within a minute."""
     writer = Writer(asked, "documents")
     questions = 4
@@ -95,7 +95,7 @@ def documents(asked: TraceParams) -> list[Scenario]:
     return sorted(writer.trace, key=lambda ask: ask.at)
 
 
-def pictures(asked: TraceParams) -> list[Scenario]:
+def pictures(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of chats about pictures: half of them are new, the others of different popularity."""
     writer, turns = Writer(asked, "pictures"), 2
     names = range(300)
@@ -113,12 +113,12 @@ def pictures(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def batch_rows(asked: TraceParams) -> list[Scenario]:
+def batch_rows(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace of prompts that share no prefix; half of them are a batch's rows, for which nobody waits."""
     return [replace(ask, background=ask.number % 2 > 0) for ask in low_sharing(asked)]
 
 
-def mixed_models(asked: TraceParams) -> list[Scenario]:
+def mixed_models(asked: TraceParams) -> list[TraceRequest]:
     """Return a trace for two models on separate nodes: agents for one, unshared prompts for the other."""
     half = replace(asked, count=-(-asked.count // 2))
     first = agents(replace(half, rate=asked.rate * 0.7))
@@ -127,7 +127,7 @@ def mixed_models(asked: TraceParams) -> list[Scenario]:
     return first + [replace(ask, number=ask.number + moved, session=f"n{ask.session}") for ask in others]
 
 
-WORKLOADS: Mapping[str, Callable[[TraceParams], list[Scenario]]] = {
+WORKLOADS: Mapping[str, Callable[[TraceParams], list[TraceRequest]]] = {
     "low-sharing": low_sharing,
     "hot-prefix": hot_prefix,
     "many-prefixes": many_prefixes,

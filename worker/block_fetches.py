@@ -19,7 +19,7 @@ from kvferry.protocol.errors import (
     TransferFailed,
     reason,
 )
-from kvferry.protocol.link_messages import Asked, Commit, EmbeddingSupply, Supply
+from kvferry.protocol.link_messages import Commit, EmbeddingSupply, GrantPurpose, Supply
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.grant_dispatch import GrantDispatch
 from kvferry.worker.service import Base
@@ -88,10 +88,10 @@ class BlockFetches:
 
     # Called on the link thread.
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        assert isinstance(asked, Supply | EmbeddingSupply)
-        if self._client.supplied(key, asked):
-            self._base.engine.submit(lambda engine: self._grant(engine, key, asked))
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
+        assert isinstance(purpose, Supply | EmbeddingSupply)
+        if self._client.supplied(key, purpose):
+            self._base.engine.submit(lambda engine: self._grant(engine, key, purpose))
         else:
             self._arrivals.refuse(key, Cancelled("these blocks are not wanted"))
 

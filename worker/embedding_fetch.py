@@ -33,7 +33,7 @@ MIN_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
 class Wanted:
     """Media whose rows a request waits for, until `ready` was called or the request was cancelled.
 
-    rows: rows found, by index of the item. asked: items that were fetched, once each. stop: cancels the running work.
+    rows: rows found, by index of the item. fetched: items that were fetched, once each. stop: cancels the running work.
     """
 
     root: bytes
@@ -42,7 +42,7 @@ class Wanted:
     deadline: float
     encoder: DecodeTarget | None
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
+    fetched: set[int] = field(default_factory=set)
     stop: Callable[[], None] | None = None
     over: bool = False
 
@@ -116,8 +116,8 @@ class EmbeddingFetcher(BlockFetches):
             rows = self.blocks.load(hashes, item.length)
             if rows is not None:
                 wanted.rows[place] = rows
-            elif wanted.encoder is not None and place not in wanted.asked and not self._is_paused(wanted.encoder):
-                wanted.asked.add(place)
+            elif wanted.encoder is not None and place not in wanted.fetched and not self._is_paused(wanted.encoder):
+                wanted.fetched.add(place)
                 self._fetch(wanted, wanted.encoder, hashes)
                 return
         if len(wanted.rows) == len(wanted.items):

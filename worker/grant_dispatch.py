@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.kv_transfer.ports import GrantEvents, TransferKey
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.protocol.errors import InvalidRequest, KvferryError
-from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.link_messages import Commit, GrantPurpose
 from kvferry.worker.service import Base
 
 
@@ -32,13 +32,13 @@ class GrantDispatch:
         self.receiver.refused(key, error)
         self._dock.submit(lambda: self._forget(key))
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        events = self._kinds.get(type(asked))
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
+        events = self._kinds.get(type(purpose))
         if events is None:
             self.receiver.refused(key, InvalidRequest("this node accepts no streams"))
         else:
             self._open[key] = events
-            events.reserve(key, asked)
+            events.reserve(key, purpose)
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
         self._open.pop(key).ready(key, commit)

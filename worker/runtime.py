@@ -200,8 +200,8 @@ class WorkerRuntime:
         if not self._settings.respawned and self.roles.now != "encode":  # prefill nodes can do an encode node's work
             await self._membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)
         self.draining = True
-        log.info("%s drains%s", self._address.node_id, ", in a hurry" if stop.hurry.is_set() else "")
-        if not stop.hurry.is_set():
+        log.info("%s drains%s", self._address.node_id, " without waiting for requests" if stop.forced.is_set() else "")
+        if not stop.forced.is_set():
             await self._membership.announce()
         await finish_requests(self.engine, self._busy, may_wait)
         await self._membership.leave()

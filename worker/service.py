@@ -1,4 +1,4 @@
-"""Service, a role's half of a node: passes engine events to link and routers; Base, the node's parts for it."""
+"""Service, the interface of a role's half of a node, which gets all engine events; Base, the parts it builds on."""
 
 from __future__ import annotations
 

@@ -17,5 +17,5 @@ def data_of(url: str, field: str) -> bytes:
         for piece in decoded_slices(url, url.find(",") + 1):
             data.write(piece)
     except ValueError as error:
-        raise InvalidRequest(f"{field} holds no valid base64", param=field) from error
+        raise InvalidRequest(f"{field} is not valid base64", param=field) from error
     return data.getvalue()  # without a copy

@@ -28,8 +28,8 @@ class VllmMedia:
         """Return the prompt that vLLM makes of a chat, with the template that it was started with.
 
         Raises InvalidRequest if its media become too large."""
-        asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
-        told = await self._http.post(f"{CHAT}/render", asked, None)
+        request = with_fields(chat, model=adapter or self._model(), max_tokens=1)
+        told = await self._http.post(f"{CHAT}/render", request, None)
         try:
             return RenderedPrompt(tuple(told["token_ids"]), await items_of(told.get("features")))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -37,11 +37,11 @@ class VllmMedia:
 
     async def answer(self, chat: bytes, tokens: int, cache_salt: str) -> tuple[int, ...]:
         """Return greedy tokens of the answer to a chat."""
-        asked = with_fields(
+        request = with_fields(
             chat, model=self._model(), max_tokens=tokens, temperature=0.0, ignore_eos=True, cache_salt=cache_salt,
             return_token_ids=True,
         )  # fmt: skip
-        told = await self._http.post(CHAT, asked, None)
+        told = await self._http.post(CHAT, request, None)
         return tuple(told["choices"][0].get("token_ids") or ())
 
     async def transcribe(

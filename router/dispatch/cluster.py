@@ -16,7 +16,7 @@ from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import BlockLookup, Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.dispatch.shared import Shared
+from kvferry.router.dispatch.router_services import RouterServices
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
@@ -81,7 +81,7 @@ class RouterCluster:
         self._background_calls = BackgroundCalls()
         self._streams = TokenStreams(self._client)
         clock = self.nodes.clock
-        self._shared = Shared(
+        self._shared = RouterServices(
             self.nodes,
             self._client,
             Prefixes(index, metrics, lookup_s),

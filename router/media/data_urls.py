@@ -54,7 +54,7 @@ def _slices(url: str, begin: int, field: str) -> Iterator[bytes]:
     try:
         yield from decoded_slices(url, begin)
     except ValueError:
-        raise refused(field, "holds no valid base64: it is cut off, or has other characters") from None
+        raise refused(field, "is not valid base64: it is cut off, or has other characters") from None
 
 
 def data_url(data: bytes, mime: str) -> str:

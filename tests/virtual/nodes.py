@@ -17,7 +17,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.send_window import SendWindow
-from kvferry.protocol.errors import Draining, RoleKept
+from kvferry.protocol.errors import Draining, RoleChangeRefused
 from kvferry.protocol.lease import NodeLease, Rates
 from kvferry.protocol.messages import CancelRequest, Pulse
 from kvferry.protocol.roles import ChangeRole
@@ -208,7 +208,7 @@ class VirtualNode:
     async def change_role(self) -> None:
         """If it may."""
         other = "decode" if self.roles.now == "prefill" else "prefill"
-        with contextlib.suppress(RoleKept):
+        with contextlib.suppress(RoleChangeRefused):
             await self.role_change.begin(ChangeRole(other))
 
     def kill(self) -> None:

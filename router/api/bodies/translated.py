@@ -14,7 +14,7 @@ from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.bodies.structured import RequestedGrammar
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.refusal import InvalidMedia
-from kvferry.router.text.parsers.stage import Parsing
+from kvferry.router.text.parsers.output_parser import Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 
@@ -24,7 +24,7 @@ class TranslatedChat(ChatBody):
 
     names         the other API's names of the chat's fields
     bound_field   its field that bounds the output; `prompt_field` holds the prompt
-    original      the original request, for the shape of the answer
+    original      the original request, for the format of the answer
     earlier       bytes of conversation that the request refers to
     """
 

@@ -169,7 +169,7 @@ async def test_addresses_of_this_machine_and_its_network_are_refused_even_where_
         (f"http://evil.example\\@{HOST}/", "neither a user"),
         (f"http://me:secret@{HOST}/", "neither a user"),
         (f"http://{HOST}:6379/", "nor a port"),
-        (f"http://{HOST}:99999/", "no valid URL"),
+        (f"http://{HOST}:99999/", "not a valid URL"),
         (f"gopher://{HOST}/", "http or https"),
         (f"//{HOST}/", "http or https"),
         ("http://", "http or https"),
