@@ -36,7 +36,7 @@ _SIGMOID = "sigmoid"
 class PoolingConfig:
     """Task of a model and how it pools.
 
-    kind        `classify`: a head over labels, and no vectors; `transcribe`: it writes down speech
+    kind        "classify": a head over labels, and no vectors; "transcribe": it writes down speech
     pooling     how hidden states become a vector (protocol.work.POOLINGS)
     normalize   vectors have length 1
     width       length of a vector, in numbers
