@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from dataclasses import dataclass
 
 from kvferry.protocol.errors import InvalidRequest
@@ -119,3 +121,12 @@ class Classify:
 
 Work = Generate | Embed | Classify
 """Kinds of work. Embed and Classify are answered by one TokenDelta without tokens, with `vector` as the result."""
+
+
+def floats(vector: bytes) -> array[float]:
+    """Decode a vector: float32, little-endian."""
+    found = array("f")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found

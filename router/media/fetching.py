@@ -9,7 +9,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from kvferry.router.media.addresses import Resolver, is_public, resolve
+from kvferry.router.media.addresses import Resolver, is_public
 from kvferry.router.media.limits import (
     FETCH_S,
     FETCHES_PER_TENANT,
@@ -20,6 +20,7 @@ from kvferry.router.media.limits import (
 )
 from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
+from kvferry.runtime.address import resolve
 
 PORTS = {"http": 80, "https": 443}
 """Ports of the schemes; URLs with other schemes are rejected."""

@@ -104,3 +104,11 @@ def _split(param: str) -> tuple[str, str]:
     """Split a location: ("tools", "[0].name") for "tools[0].name"."""
     end = min((at for at in (param.find("["), param.find(".")) if at >= 0), default=len(param))
     return param[:end], param[end:]
+
+
+def string_in(block: Mapping[str, Any], name: str, field: str) -> str:
+    """Return the text of a block's field. Raises InvalidRequest if it is not a string. field: path of the block."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
+    return value

@@ -14,9 +14,10 @@ from starlette.routing import Route
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.media import fetching
-from kvferry.router.media.addresses import is_public, resolve
+from kvferry.router.media.addresses import is_public
 from kvferry.router.media.fetching import MediaFetcher
 from kvferry.router.media.limits import MAX_MEDIA_BYTES, MAX_REDIRECTS
+from kvferry.runtime.address import resolve
 from tests.api_parts import served
 
 HOST, FIELD = "pictures.example", "messages[0].content[0].image_url.url"
