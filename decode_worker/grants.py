@@ -12,7 +12,7 @@ from kvferry.protocol.errors import Draining, KvferryError
 from kvferry.protocol.link_messages import Commit, GrantPurpose
 from kvferry.protocol.messages import Job
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base, ship_outcome
+from kvferry.worker.service import NodeParts, ship_outcome
 
 
 class Grants:
@@ -22,7 +22,7 @@ class Grants:
     thread for every job that asks for a grant. It keeps no state and bypasses the asyncio loop, so a busy HTTP server
     delays no block."""
 
-    def __init__(self, base: Base, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
+    def __init__(self, base: NodeParts, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
         self._base, self._arrivals, self._begun = base, arrivals, begun
         self.receiver = arrivals.receiver
         arrivals.take(Job, self)

@@ -129,12 +129,12 @@ def losses_of(count: int, trace: Sequence[TraceRequest], rate: float) -> list[Lo
     return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]
 
 
-def case(name: str, asked: TraceParams) -> tuple[list[TraceRequest], list[Loss], tuple[str, ...]]:
+def case(name: str, params: TraceParams) -> tuple[list[TraceRequest], list[Loss], tuple[str, ...]]:
     """Return a case's trace, losses and models. Raises ConfigError.
 
-    asked: its rate is a multiple of the case's usual rate."""
+    params: its rate is a multiple of the case's usual rate."""
     check_known("workload", name, CASES)
     which = CASES[name]
-    given = replace(asked, rate=which.rate * asked.rate)
+    given = replace(params, rate=which.rate * params.rate)
     trace = WORKLOADS[which.workload](given)
     return trace, losses_of(which.losses, trace, given.rate), tuple(sorted({ask.model for ask in trace}))

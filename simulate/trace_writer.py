@@ -51,14 +51,14 @@ class TraceParams:
 class Writer:
     """Collects a trace, with random times and lengths."""
 
-    def __init__(self, asked: TraceParams, name: str) -> None:
-        self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
+    def __init__(self, params: TraceParams, name: str) -> None:
+        self.params, self.rng = params, random.Random(f"{params.seed}/{name}")
         self.trace: list[TraceRequest] = []
 
     @property
     def full(self) -> bool:
         """Return whether the trace has all requests."""
-        return len(self.trace) >= self.asked.count
+        return len(self.trace) >= self.params.count
 
     def times(self, rate: float) -> Iterator[float]:
         """Yield random arrival times in seconds, as a Poisson process."""
@@ -78,7 +78,7 @@ class Writer:
         """Add a request and return its output as a piece. media: names of the pieces that are pictures or clips."""
         number = len(self.trace)
         said = (f"out{number}", output)
-        hashes = hashes_of([*prompt, said], self.asked.block_size)
+        hashes = hashes_of([*prompt, said], self.params.block_size)
         length = sum(tokens for _, tokens in prompt)
         name = session or f"s{number}"
         starts = accumulate((tokens for _, tokens in prompt), initial=0)

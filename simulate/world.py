@@ -165,11 +165,11 @@ class World:
             if run.attempt == attempt:
                 self._finish(run)
 
-        def asked() -> None:
+        def request_grant() -> None:
             if run.attempt == attempt:
                 decode.grant(run, granted)
 
-        begun = partial(self.fleet.encoders[run.ask.model].encode, run, prefill or decode, asked)
+        begun = partial(self.fleet.encoders[run.ask.model].encode, run, prefill or decode, request_grant)
         if overhead_s := decode.machine.overhead_s:
             self.clock.soon(overhead_s, begun)
         else:

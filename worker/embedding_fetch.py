@@ -23,7 +23,7 @@ from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.block_fetches import BlockFetches
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 MIN_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
 """Time limit of a fetch: MIN_S seconds, plus the time for its bytes at this rate."""
@@ -75,7 +75,7 @@ class EmbeddingFetcher(BlockFetches):
 
     def __init__(
         self,
-        base: Base,
+        base: NodeParts,
         arrivals: GrantDispatch,
         client: FetchClient,
         blocks: EmbeddingBlocks,
@@ -205,7 +205,7 @@ class EmbeddingFetcher(BlockFetches):
                 wanted.end(error)
 
 
-def embedding_fetcher(base: Base, arrivals: GrantDispatch, client: FetchClient) -> EmbeddingFetcher | None:
+def embedding_fetcher(base: NodeParts, arrivals: GrantDispatch, client: FetchClient) -> EmbeddingFetcher | None:
     """Put a fetcher before the engine's own source of embeddings, and return it; None for a node without an encoder.
 
     None, too, if each rank has a pool of its own, since such ranks keep no rows in blocks."""

@@ -6,7 +6,7 @@ from kvferry.kv_transfer.ports import GrantEvents, TransferKey
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.protocol.errors import InvalidRequest, KvferryError
 from kvferry.protocol.link_messages import Commit, GrantPurpose
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 
 class GrantDispatch:
@@ -15,7 +15,7 @@ class GrantDispatch:
     Implements `kv_transfer.ports.GrantEvents` on the link thread. Handlers are registered before the dock starts.
     `refuse` may be called from any thread."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         self._dock = base.dock
         self._kinds: dict[type, GrantEvents] = {}
         self._open: dict[TransferKey, GrantEvents] = {}

@@ -11,7 +11,7 @@ from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.link_messages import Commit, Copy, GrantPurpose
 from kvferry.protocol.media import block_extras
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 
 class ReplicaStore:
@@ -19,7 +19,7 @@ class ReplicaStore:
 
     Implements `kv_transfer.ports.GrantEvents`, for copies."""
 
-    def __init__(self, base: Base, arrivals: GrantDispatch) -> None:
+    def __init__(self, base: NodeParts, arrivals: GrantDispatch) -> None:
         self._base, self._arrivals = base, arrivals
         arrivals.take(Copy, self)
 

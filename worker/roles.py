@@ -56,7 +56,7 @@ class RoleChange:
     """Role changes of one node, one at a time, on the asyncio loop unless stated.
 
     elastic   true if the node may change its role
-    call_soon as in Base: its calls run after earlier engine events
+    call_soon as in NodeParts: its calls run after earlier engine events
     drains    sets whether the node rejects new work; the caller updates the lease
     busy      returns whether work of the current role is running
     within_s  maximum time for that work to end, in seconds; after it the node keeps its role"""

@@ -32,7 +32,7 @@ from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
 from kvferry.worker.scaling_signals import pressure_now, set_scaling_gauges
-from kvferry.worker.service import Base, MakeService
+from kvferry.worker.service import MakeService, NodeParts
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
@@ -78,7 +78,7 @@ class WorkerRuntime:
         self._streams.mount(address.app)
         self._dock = linking.dock(self.link, epoch)
         self.service = make_service(
-            Base(
+            NodeParts(
                 settings=settings,
                 epoch=self._epoch,
                 app=address.app,

@@ -30,7 +30,7 @@ from kvferry.worker.event_relay import EventRelay
 from kvferry.worker.membership import Membership, new_epoch
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
@@ -145,7 +145,7 @@ class VirtualNode:
         self.roles = Roles(self.role, self.role)
         self.metrics = METRICS[self.role]
         self.service = ElasticService(
-            Base(
+            NodeParts(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=app, metrics=self.metrics,
                 parts=cast(EngineParts, parts), engine=self.loop_engine, dock=self.dock, rates=self.rates,
                 transfer_stats=TransferStats(), streams=self.streams, tiers=OpenTiers(),
