@@ -198,7 +198,6 @@ lint: $(VENV)/test.done
 	$(BIN)/mypy
 	$(BIN)/python -m docs.links
 	$(BIN)/python -m docs.language
-	$(BIN)/python -m docs.field_lists
 
 docs: $(VENV)/test.done
 	$(BIN)/python -m docs.tables

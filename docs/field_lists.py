@@ -1,4 +1,4 @@
-"""Check that docstrings describe fields and parameters that exist: `make lint` runs it after the language.
+"""Check that docstrings describe fields and parameters that exist, as a part of `docs.language`.
 
 A field list consists of sentences such as `name: what it holds.`, or of lines with the names before two spaces. In a
 class's docstring each name is a field, method or parameter of the class or its bases, in a function's a parameter.
@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = r"(?:`[a-z_]\w*`|[a-z_]\w*)"
 NAMES = rf"{NAME}(?:, {NAME})*"
 SENTENCE = re.compile(rf"(?:(?<=[.;)] )|(?<=[.;)\n]\n)) *({NAMES}): (?=\S)")
@@ -26,15 +22,11 @@ VALUES = {"auto", "empty", "infinite", "negative", "others"}
 Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def main() -> None:
-    """Print all findings and exit with status 1 where there are any."""
-    names = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
-    packages = {path.name for path in (ROOT / "kvferry").iterdir() if path.is_symlink()}
-    trees = {name: ast.parse((ROOT / name).read_text()) for name in names if name.split("/")[0] in packages}
+def findings(trees: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Yield what is wrong in these modules, by file name."""
     classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    found = [f"{name}:{each}" for name, tree in trees.items() for each in unknown_names(tree, classes)]
-    print("\n".join(found) or "all described fields exist", file=sys.stderr if found else sys.stdout)
-    sys.exit(bool(found))
+    for name, tree in trees.items():
+        yield from (f"{name}:{each}" for each in unknown_names(tree, classes))
 
 
 def unknown_names(tree: ast.Module, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
@@ -74,7 +66,3 @@ def parameters(node: Def) -> set[str]:
     listed = node.args
     named = [*listed.posonlyargs, *listed.args, *listed.kwonlyargs, listed.vararg, listed.kwarg]
     return {each.arg for each in named if each is not None}
-
-
-if __name__ == "__main__":
-    main()
