@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from kvferry.placement.rejections import TargetMissed, no_nodes_alike, too_late
+from kvferry.placement.rejections import TargetMissed, no_compatible_nodes, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
 from kvferry.protocol.errors import DeadlineExceeded, GrantRefused, KvferryError, NodeDown, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
@@ -237,7 +237,7 @@ class AttemptPlanner:
         if isinstance(self._failure, GrantRefused | Overloaded):
             return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
         if isinstance(error, NoNodes) and self.fingerprint and any(map(self._is_other, self._context.model.groups)):
-            return no_nodes_alike(self._context.model.name.first)
+            return no_compatible_nodes(self._context.model.name.first)
         return error
 
     def _is_other(self, group: FingerprintGroup) -> bool:
