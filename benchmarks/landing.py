@@ -25,7 +25,7 @@ from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.kv_transfer.sender import Sender
 from kvferry.kv_transfer.ucx import UcxLink
-from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.link_messages import Commit, GrantPurpose
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import WorkerSettings
@@ -89,7 +89,7 @@ class Grants:
         self.receiver: Receiver
         self._block_size = block_size
 
-    def reserve(self, key: Any, options: Asked) -> None:
+    def reserve(self, key: Any, options: GrantPurpose) -> None:
         assert isinstance(options, Job)
         self.receiver.granted(key, 0, range(len(options.token_ids) // self._block_size))
 

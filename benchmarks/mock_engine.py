@@ -15,8 +15,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.mock_http import Exchange
-from benchmarks.mock_nodes import HOST, MAX_MODEL_LEN, MODEL, STRIDE, WORDS
+from benchmarks.mock_http import Exchange, serve
+from benchmarks.mock_nodes import MAX_MODEL_LEN, MODEL, STRIDE, WORDS
 from benchmarks.mock_openai import event
 
 BLOCK_SIZE, BLOCKS = 16, 1 << 20
@@ -78,14 +78,5 @@ class MockEngine:
         return "\n".join(lines).encode() + b"\n"
 
 
-async def serve(port: int) -> None:
-    """Serve until the standard input ends."""
-    loop, engine, ended = asyncio.get_running_loop(), MockEngine(), asyncio.Event()
-    server = await loop.create_server(lambda: Exchange(engine.answer), HOST, port)
-    loop.add_reader(sys.stdin.fileno(), ended.set)
-    await ended.wait()
-    server.close()
-
-
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve(MockEngine().answer, int(sys.argv[1])))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import cast
 
 import httptools
+
+HOST = "127.0.0.1"
 
 
 class Exchange(asyncio.Protocol):
@@ -57,3 +60,12 @@ class Exchange(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self.writable.set()
+
+
+async def serve(answer: Callable[[str, bytes, Exchange], None], port: int) -> None:
+    """Serve on the loopback address until the standard input ends."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    server = await loop.create_server(lambda: Exchange(answer), HOST, port)
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    await ended.wait()
+    server.close()

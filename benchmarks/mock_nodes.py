@@ -15,7 +15,7 @@ from collections import defaultdict
 
 import uvloop
 
-from benchmarks.mock_http import Exchange
+from benchmarks.mock_http import HOST, Exchange
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.registry import LeaseKeeper
 from kvferry.protocol.layout import blocks_for
@@ -25,7 +25,6 @@ from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import FrameReader, pack, unpack
 from kvferry.runtime.address import parse_host_port
 
-HOST = "127.0.0.1"
 MODEL = "mock"
 """Name of the model that the nodes report."""
 MAX_MODEL_LEN, BLOCK_SIZE, BLOCKS = 131072, 16, 1_000_000

@@ -13,8 +13,8 @@ import sys
 
 import uvloop
 
-from benchmarks.mock_http import Exchange
-from benchmarks.mock_nodes import HOST, MODEL
+from benchmarks.mock_http import Exchange, serve
+from benchmarks.mock_nodes import MODEL
 
 _EVENT = {"id": "cmpl-mock", "object": "text_completion", "created": 0, "model": MODEL}
 _TOKEN = {**_EVENT, "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": None}]}
@@ -58,14 +58,5 @@ class MockWorker:
         exchange.chunk(b"")
 
 
-async def serve(port: int) -> None:
-    """Serve until the standard input ends."""
-    loop, worker, ended = asyncio.get_running_loop(), MockWorker(), asyncio.Event()
-    server = await loop.create_server(lambda: Exchange(worker.answer), HOST, port)
-    loop.add_reader(sys.stdin.fileno(), ended.set)
-    await ended.wait()
-    server.close()
-
-
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1])))
+    uvloop.run(serve(MockWorker().answer, int(sys.argv[1])))

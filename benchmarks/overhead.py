@@ -1,4 +1,4 @@
-"""Measures the part of an engine step outside the model: scheduling, plan, choice of tokens, events."""
+"""Measures the engine's overhead per step outside the model: scheduling, batch plan, sampling and events."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ import httpx
 from benchmarks import servers
 from benchmarks.load import Target
 from benchmarks.lone_router import LoneRouter
-from benchmarks.mock_nodes import HOST, MODEL
+from benchmarks.mock_http import HOST
+from benchmarks.mock_nodes import MODEL
 from benchmarks.router_rows import completion_s
 from benchmarks.subjects import Launch
 

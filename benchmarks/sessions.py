@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.eviction import ORACLE, SLRU, Replay
 from kvferry.protocol.hashing import chain
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 
 BLOCK_SIZE = 16
 """Tokens of a KV block of the node."""
@@ -80,7 +80,7 @@ async def ask(http: httpx.AsyncClient, figures: Figures, prompt: list[int], sess
 def replayed(order: str, blocks: int, sent: list[tuple[float, int, list[int]]]) -> int:
     """Return the tokens that an order of eviction would have found of these prompts in a pool of `blocks`."""
     trace = [
-        Scenario(number, at, length, len(tokens) - length, tuple(chain(b"", tokens, BLOCK_SIZE)))
+        TraceRequest(number, at, length, len(tokens) - length, tuple(chain(b"", tokens, BLOCK_SIZE)))
         for number, (at, length, tokens) in enumerate(sorted(sent))
     ]
     return Replay(order, blocks, trace, BLOCK_SIZE).found

@@ -24,7 +24,7 @@ from kvferry.kv_transfer.ports import BlockMemory
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.kv_transfer.sender import Sender
 from kvferry.kv_transfer.ucx import UcxLink
-from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.link_messages import Commit, GrantPurpose
 from kvferry.protocol.messages import DecodeTarget, Job, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
@@ -50,7 +50,7 @@ class Grants:
         self.receiver: Receiver
         self._blocks = blocks
 
-    def reserve(self, key: Any, options: Asked) -> None:
+    def reserve(self, key: Any, options: GrantPurpose) -> None:
         self.receiver.granted(key, 0, range(self._blocks))
 
     def ready(self, key: Any, commit: Commit) -> None: ...

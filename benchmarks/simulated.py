@@ -33,7 +33,7 @@ from kvferry.simulate.fleet import Shape
 from kvferry.simulate.kvferry_policy import KvferryPolicy
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.rate_probe import probed
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import hashes_of
 from kvferry.simulate.world import World
 
@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[Sequence[float]], float]] = {
 PROBED = ("overhead_s", "prefill_tokens_per_s", "step_s", "stream_s", "beside")
 
 
-def trace(source: random.Random, count: int, busy: float, machine: Machine) -> list[Scenario]:
+def trace(source: random.Random, count: int, busy: float, machine: Machine) -> list[TraceRequest]:
     """Return requests at random moments that keep a node computing for `busy` of its time."""
     lengths = [source.randint(*LENGTHS) for _ in range(count)]
     apart_s = statistics.mean(machine.compute_s(0, length) for length in lengths) / busy
@@ -55,14 +55,14 @@ def trace(source: random.Random, count: int, busy: float, machine: Machine) -> l
     for number, length in enumerate(lengths):
         at += source.expovariate(1 / apart_s)
         hashes = hashes_of([(f"p{number}", length), (f"o{number}", OUTPUT)], machine.block_size)
-        asks.append(Scenario(number, at, length, OUTPUT, hashes))
+        asks.append(TraceRequest(number, at, length, OUTPUT, hashes))
     return asks
 
 
-async def measured(target: Target, asks: Sequence[Scenario], source: random.Random) -> list[float]:
+async def measured(target: Target, asks: Sequence[TraceRequest], source: random.Random) -> list[float]:
     """Return the seconds to the first token of each request."""
 
-    async def one(ask: Scenario) -> float:
+    async def one(ask: TraceRequest) -> float:
         prompt = random_prompt(source, ask.prompt_len)
         await asyncio.sleep(ask.at)
         return (await complete(target, prompt, ask.output_len)).first_s
@@ -70,7 +70,7 @@ async def measured(target: Target, asks: Sequence[Scenario], source: random.Rand
     return list(await asyncio.gather(*map(one, asks)))
 
 
-async def simulated(machine: Machine, asks: Sequence[Scenario]) -> list[float]:
+async def simulated(machine: Machine, asks: Sequence[TraceRequest]) -> list[float]:
     world = World(Shape(1, 1, machine), KvferryPolicy(), asks)
     await world.play()
     return [run.ttft_s for run in world.runs]

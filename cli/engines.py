@@ -68,7 +68,7 @@ def checked_engines(settings: ServeSettings) -> ServeSettings:
         raise ConfigError("--engine openai needs --attach with the server's URL", param="attach")
     if settings.elastic:
         raise ConfigError(
-            "other engines are elastic only with adapters started alone: kvferry adapt --engine sglang --elastic",
+            "--elastic with other engines needs adapters started separately: kvferry adapt --engine sglang --elastic",
             param="elastic",
         )
     prefill = settings.prefill_engines
@@ -135,7 +135,7 @@ def _vllm(python: str, start: Start) -> Sequence[str]:
 def nixl(kv_lease: float) -> dict[str, object]:
     """Return vLLM's kv_transfer_config. kv_lease: seconds for which a prompt's blocks are kept for another engine.
 
-    `recompute`: blocks that cannot be fetched are computed; by default the request would fail."""
+    "recompute": blocks that cannot be fetched are computed; by default the request would fail."""
     return {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",

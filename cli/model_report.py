@@ -22,15 +22,15 @@ _TOWERS = {"image": "images, vision tower", "audio": "audio, audio tower"}
 
 def model_report(settings: ServeSettings, source: ModelSource) -> str:
     """Describe a model for the report. Raises ConfigError with the reason if it cannot run here."""
-    from kvferry.engine.models.route import route_of
+    from kvferry.engine.models.implementation import implementation_of
     from kvferry.worker.window_layers import divides
 
     require_runnable(source)
-    facts, route = read_facts(source), route_of(source, settings.model_impl)
-    form = f"{source.name}, {facts.architecture} on {route.path}, {route.formats}"
+    facts, implementation = read_facts(source), implementation_of(source, settings.model_impl)
+    form = f"{source.name}, {facts.architecture} on {implementation.path}, {implementation.formats}"
     draft = resolve_draft(settings, source, weights=False)
     drafts = f"; {draft.name} drafts" if draft is not None else ""
-    memory = _memory(settings, source, facts, route.groups if divides(settings) else None)
+    memory = _memory(settings, source, facts, implementation.groups if divides(settings) else None)
     return f"{form}; {memory}{drafts}{_media(source)}; {source.path}"
 
 

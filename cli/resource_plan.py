@@ -79,7 +79,7 @@ def require_memory(settings: ServeSettings, needs: Sequence[ModelNeeds], plans: 
     """Check that the weights and pools of all workers on the CPU fit the available memory; return a summary.
 
     Workers that share weights count them once. A worker could not check this itself: it sees only the memory that is
-    free at its start. `seats` is the result of `take_seats` for `needs`. Raises ConfigError."""
+    free at its start. `seats` is the result of `attach_slot` for `needs`. Raises ConfigError."""
     counts = on_cpu_by_model(plans, len(needs))
     copies = [
         min(count, 1) if shares_weights(settings, model) else count for count, model in zip(counts, needs, strict=True)

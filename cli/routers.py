@@ -22,7 +22,7 @@ from kvferry.cli.child_commands import Program, kvferry_program, settings_comman
 from kvferry.cli.progress import JsonLines, Lines, log_through
 from kvferry.cli.supervisor import Supervisor
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.worker_peers.peers import ask
+from kvferry.router.worker_peers.peers import call_peer
 from kvferry.runtime.http import bind
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
@@ -37,7 +37,7 @@ HUNG_S = 10.0
 DRAIN_SPARE_S = 10.0
 """Maximum time for a process to exit after its last request, in seconds."""
 HURRY_S = 3.5
-"""Time that a process gets to exit after the signal to hurry, in seconds."""
+"""Time that a process gets to exit after the signal that cuts its drain short, in seconds."""
 
 
 async def serve_routers(settings: RouterSettings, program: Program = kvferry_program) -> None:
@@ -90,7 +90,7 @@ async def _replace_if_hung(child: Child, folder: Path, number: int, clock: LoopC
     answered_at = clock.now()
     while True:
         await asyncio.sleep(CHECK_S)
-        if not child.ready.is_set() or await ask(folder, number, "alive", within_s=CHECK_S) is not None:
+        if not child.ready.is_set() or await call_peer(folder, number, "alive", within_s=CHECK_S) is not None:
             answered_at = clock.now()
         elif clock.now() - answered_at > HUNG_S:
             log.error("%s has not answered for %.0f s", child.name, HUNG_S)
@@ -99,13 +99,13 @@ async def _replace_if_hung(child: Child, folder: Path, number: int, clock: LoopC
 
 
 async def _end(supervisor: Supervisor, stop: StopSignal, drain_s: float) -> None:
-    """Drain all routers until they exit, or end them at once on `stop.hurry`."""
+    """Drain all routers until they exit, or end them at once on `stop.forced`."""
     ending = asyncio.create_task(supervisor.stop(drain_s + HURRY_S, drain_s))
-    hurry = asyncio.create_task(stop.hurry.wait())
+    forced = asyncio.create_task(stop.forced.wait())
     if not stop.requested.is_set():  # a router failed to start: skip the drain
-        stop.hurry.set()
-    await asyncio.wait((ending, hurry), return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
+        stop.forced.set()
+    await asyncio.wait((ending, forced), return_when=asyncio.FIRST_COMPLETED)
+    forced.cancel()
     for child in supervisor.children:
         child.signal(signal.SIGINT)
     await ending

@@ -61,13 +61,15 @@ def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option(
         "--api-key", default="", envvar="KVFERRY_API_KEY", show_envvar=True, help="API key of the probed router"
     )(command)
-    command = click.option("--probe", metavar="URL", help="and by requests to this router, which should be idle")(
+    command = click.option(
+        "--probe", metavar="URL", help="measure further rates by requests to this router, which should be idle"
+    )(command)
+    command = click.option("--model", default="", help="model to measure if the running cluster serves several")(
         command
     )
-    command = click.option("--model", default="", help="model to measure, where that cluster or router serves several")(
+    command = click.option("--cluster", default="default", show_default=True, help="--cluster of the running cluster")(
         command
     )
-    command = click.option("--cluster", default="default", show_default=True, help="its --cluster")(command)
     return click.option(
         "--calibrate", metavar="URL", help="take the rates from the leases of the running cluster in this Redis"
     )(command)
@@ -91,7 +93,7 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(dir_okay=False, path_type=Path),
     help="trace to replay instead of workloads: JSON lines in Mooncake's format",
 )
-@click.option("--policy", multiple=True, help="repeatable; default: all")
+@click.option("--policy", multiple=True, help="routing policy, repeatable; default: all")
 @click.option("--prefill", default=8, show_default=True, type=click.IntRange(0, 100_000), help="prefill nodes")
 @click.option("--decode", default=8, show_default=True, type=click.IntRange(1, 100_000), help="decode nodes")
 @click.option("--encode", default=0, show_default=True, type=click.IntRange(0, 100_000), help="encode nodes")
@@ -113,7 +115,7 @@ def goal_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--targets",
     is_flag=True,
-    help="the goals are targets, as a tenant's ttft_ms and itl_ms are: kvferry rejects what would miss them",
+    help="treat the goals as a tenant's latency targets (ttft_ms, itl_ms): requests that would miss them are rejected",
 )
 @click.option(
     "--seed",

@@ -78,7 +78,7 @@ class Supervisor:
     async def stop(self, grace_s: float = 3.5, drain_s: float = DRAIN_S) -> None:
         """End all children, those with `ends_last` after the others; restarts stop at the first call.
 
-        Each gets SIGTERM, a second one after drain_s to hurry it, and SIGKILL if it still runs after grace_s."""
+        Each gets SIGTERM, a second one after drain_s to cut it short, and SIGKILL if it still runs after grace_s."""
         self._stopping = True
         await self._end([child for child in self._tasks if not child.command.ends_last], grace_s, drain_s)
         await self._end([child for child in self._tasks if child.command.ends_last], KILL_GRACE_S, drain_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.protocol.settings import ServeSettings
-from kvferry.router.text.load import load_text_models
+from kvferry.router.text.loader import load_text_models
 from kvferry.router.text.parsers.derived.syntax import in_one_line
 from kvferry.router.text.text_model import TextModel
 

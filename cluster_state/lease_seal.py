@@ -58,7 +58,7 @@ class LeaseSeal:
         if isinstance(value, NodeLease):
             return _of_version(value.node_id, value.role, UNSEALED)
         if not isinstance(value, list) or [type(part) for part in value[:4]] != [int, str, str, bytes]:
-            raise WireError(f"a {type(value).__name__} is no lease")
+            raise WireError(f"a {type(value).__name__} is not a lease")
         version, node_id, role, packed, *rest = value
         if version != WIRE_VERSION:
             return _of_version(node_id, role, version)
@@ -66,7 +66,7 @@ class LeaseSeal:
             return IncompatibleLease(node_id, role, _UNVERIFIED)
         lease = unpack(packed)
         if not isinstance(lease, NodeLease):
-            raise WireError(f"a {type(lease).__name__} is no lease")
+            raise WireError(f"a {type(lease).__name__} is not a lease")
         if self._seal and not self._renewed(lease, rest[0]):
             return IncompatibleLease(node_id, role, _REPEATED)
         return lease

@@ -1,14 +1,15 @@
-"""DNS lookups of Redis' host name, shared by the client's connections, and connections that use them."""
+"""DNS lookups for Redis connections: a lookup slower than a connection attempt continues, and the next one uses it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
-import socket
 from typing import Any
 
 import redis.asyncio as redis
+
+from kvferry.runtime.address import resolve
 
 LATE_RESULT_S = 30.0
 """Seconds for which the result of a lookup is kept if a caller timed out before its end."""
@@ -31,7 +32,7 @@ class NameLookups:
         key = host, port
         lookup = self._lookups.get(key)
         if lookup is None:
-            lookup = self._lookups[key] = asyncio.create_task(_resolve(host, port), name=f"lookup of {host}")
+            lookup = self._lookups[key] = asyncio.create_task(resolve(host, port), name=f"lookup of {host}")
             lookup.add_done_callback(lambda done: self._ended(key, done))
         try:
             return await asyncio.shield(lookup)
@@ -46,11 +47,6 @@ class NameLookups:
             asyncio.get_running_loop().call_later(LATE_RESULT_S, self._lookups.pop, key, None)
         else:
             del self._lookups[key]
-
-
-async def _resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 class NamedConnection(redis.Connection):

@@ -1,4 +1,4 @@
-"""Answers to the rows of batches in Redis or Valkey, in pieces, sharded by ROWS rows.
+"""Results of the rows (requests) of API batches in Redis or Valkey, in pieces, with ROWS rows under one key.
 
 kvferry:<cluster>:f:<tenant>:<id>.<k>   hash  the answers of ROWS rows: row → mark, row.n → a piece of its answer
 

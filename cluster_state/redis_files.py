@@ -80,8 +80,8 @@ def tenant_key(tenant: str) -> str:
 class Reserved:
     """Answer to a reservation.
 
-    result  room: bytes are reserved; there: the file is already complete; full: too few bytes remain; many: the
-            tenant has too many files
+    result  "room": bytes are reserved; "there": the file is already complete; "full": too few bytes remain; "many":
+            the tenant has too many files
     number  the remaining bytes, or the number of files
     """
 

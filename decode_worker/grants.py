@@ -1,4 +1,4 @@
-"""Grants of a decode node: between receiver and engine, reserves blocks, starts jobs once they came, or withdraws."""
+"""Grants of a decode node: reserves blocks for KV that a prefill node will send, and starts each job once it came."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.events import Event, ReservationFailed, Reserved
 from kvferry.kv_transfer.ports import TransferKey
 from kvferry.protocol.errors import Draining, KvferryError
-from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.link_messages import Commit, GrantPurpose
 from kvferry.protocol.messages import Job
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base, ship_outcome
+from kvferry.worker.service import NodeParts, ship_outcome
 
 
 class Grants:
@@ -22,7 +22,7 @@ class Grants:
     thread for every job that asks for a grant. It keeps no state and bypasses the asyncio loop, so a busy HTTP server
     delays no block."""
 
-    def __init__(self, base: Base, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
+    def __init__(self, base: NodeParts, arrivals: GrantDispatch, begun: Callable[[Job], None]) -> None:
         self._base, self._arrivals, self._begun = base, arrivals, begun
         self.receiver = arrivals.receiver
         arrivals.take(Job, self)
@@ -55,9 +55,9 @@ class Grants:
 
     # Called on the link thread.
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        assert isinstance(asked, Job)
-        job = asked
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
+        assert isinstance(purpose, Job)
+        job = purpose
         try:
             self._base.require_ready()
         except Draining as error:

@@ -20,7 +20,7 @@ from kvferry.kv_transfer.sender import Sender
 from kvferry.kv_transfer.sender_ship import ShipTimeouts
 from kvferry.protocol.errors import Cancelled, KvferryError, NodeLost, TransferFailed, reason
 from kvferry.protocol.messages import DecodeTarget, Job, MoveRequest
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 AT_ONCE = 8
 """Maximum number of migrations in flight.
@@ -58,7 +58,7 @@ class MigrationSender:
 
     Implements `kv_transfer.ports.ShipEvents`. Only the router's request and its answer run on the asyncio loop."""
 
-    def __init__(self, base: Base, sender: Sender) -> None:
+    def __init__(self, base: NodeParts, sender: Sender) -> None:
         self._base, self.sender = base, sender
         self._lock = threading.Lock()
         self._open: dict[int, OutgoingMigration] = {}

@@ -19,7 +19,7 @@ from kvferry.protocol.errors import Draining, GrantRefused, KvferryError
 from kvferry.protocol.link_messages import Copy
 from kvferry.protocol.media import media_within
 from kvferry.protocol.messages import DecodeTarget
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 MAX_BLOCKS = 256
 """Maximum number of blocks in one copy."""
@@ -64,7 +64,7 @@ class Replication:
 
     Implements `kv_transfer.ports.ShipEvents`."""
 
-    def __init__(self, base: Base, sender: Sender) -> None:
+    def __init__(self, base: NodeParts, sender: Sender) -> None:
         self._base, self._sender = base, sender
         self._timeouts = ShipTimeouts(min(GRANT_S, base.settings.grant_timeout), STALL_S)
         self._lock = threading.Lock()

@@ -37,7 +37,7 @@ from kvferry.runtime.http import read_message
 from kvferry.worker.endpoints import Endpoints
 from kvferry.worker.media_routes import read_attempt
 from kvferry.worker.reuse_check import audit
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 
 class DecodeService:
@@ -45,7 +45,7 @@ class DecodeService:
 
     Implements `worker.service.Service`. endpoints: endpoints of the node, if they already exist."""
 
-    def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
+    def __init__(self, base: NodeParts, endpoints: Endpoints | None = None) -> None:
         self._base = base
         self._spans = TraceSpans()
         self._looks = CanaryLog(base.metrics)

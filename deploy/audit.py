@@ -25,7 +25,7 @@ Pins = Mapping[tuple[str, str], Sequence[str]]
 Json = Mapping[str, Any]
 
 
-class Unanswered(Exception):
+class AuditIncomplete(Exception):
     """The vulnerability service did not answer for all packages."""
 
 
@@ -38,8 +38,8 @@ def pins(folder: Path = LOCKED) -> Pins:
     return found
 
 
-def asked(program: Sequence[str], wanted: Sequence[tuple[str, str]]) -> list[Json]:
-    """Return pip-audit's entry of each package. Raises Unanswered if it gives none."""
+def audit_entries(program: Sequence[str], wanted: Sequence[tuple[str, str]]) -> list[Json]:
+    """Return pip-audit's entry of each package. Raises AuditIncomplete if it gives none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "requirements.txt"
         path.write_text("".join(f"{name}=={version}\n" for name, version in wanted))
@@ -48,39 +48,39 @@ def asked(program: Sequence[str], wanted: Sequence[tuple[str, str]]) -> list[Jso
     try:
         return list(json.loads(done.stdout)["dependencies"])
     except (ValueError, KeyError) as error:
-        told = done.stderr.strip().rpartition("\n")[2]
-        raise Unanswered(f"pip-audit ended with status {done.returncode}: {told}") from error
+        message = done.stderr.strip().rpartition("\n")[2]
+        raise AuditIncomplete(f"pip-audit ended with status {done.returncode}: {message}") from error
 
 
 def vulnerable(program: Sequence[str], locks: Pins) -> dict[tuple[str, str], list[Json]]:
-    """Return the vulnerabilities of each package that has some. Raises Unanswered if a package was not looked up."""
+    """Return the vulnerabilities of each package that has some. Raises AuditIncomplete if one was not looked up."""
     entries: dict[tuple[str, str], list[Json]] = {}
-    lost: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     # Several versions of a package, of which each lock holds one, do not fit into one call.
-    for turn in _turns(locks):
-        for entry in asked(program, [KNOWN_BAD, *turn]):
+    for call in _calls(locks):
+        for entry in audit_entries(program, [KNOWN_BAD, *call]):
             if "skip_reason" in entry:
-                lost[entry["name"]] = entry["skip_reason"]
+                skipped[entry["name"]] = entry["skip_reason"]
             else:
                 entries[entry["name"].lower(), entry["version"]] = entry["vulns"]
     if not entries.get(KNOWN_BAD):
-        raise Unanswered(f"the vulnerability service knows nothing of {'=='.join(KNOWN_BAD)}; is it a mirror?")
+        raise AuditIncomplete(f"the vulnerability service knows nothing of {'=='.join(KNOWN_BAD)}; is it a mirror?")
     missing = [f"{name}=={version}" for name, version in locks if (name, version) not in entries]
     if missing:
-        reason = next(iter(lost.values()), "pip-audit does not mention them")
-        raise Unanswered(f"not looked up: {', '.join(missing)} ({reason})")
+        reason = next(iter(skipped.values()), "pip-audit does not mention them")
+        raise AuditIncomplete(f"not looked up: {', '.join(missing)} ({reason})")
     return {pin: found for pin, found in entries.items() if found and pin != KNOWN_BAD}
 
 
-def _turns(locks: Pins) -> list[list[tuple[str, str]]]:
+def _calls(locks: Pins) -> list[list[tuple[str, str]]]:
     """Split the packages so that none has two versions in one part."""
-    turns: list[dict[str, str]] = [{}]
+    calls: list[dict[str, str]] = [{}]
     for name, version in locks:
-        free = next((turn for turn in turns if name not in turn), None)
+        free = next((call for call in calls if name not in call), None)
         if free is None:
-            turns.append(free := {})
+            calls.append(free := {})
         free[name] = version
-    return [list(turn.items()) for turn in turns]
+    return [list(call.items()) for call in calls]
 
 
 def main(arguments: Sequence[str], folder: Path = LOCKED, program: Sequence[str] = ()) -> int:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str], folder: Path = LOCKED, program: Sequence[str]
     locks = pins(folder)
     try:
         found = vulnerable([*(program or (sys.executable, "-m", "pip_audit")), *arguments], locks)
-    except Unanswered as error:
+    except AuditIncomplete as error:
         print(f"NOT AUDITED: {error}", file=sys.stderr)
         return UNANSWERED
     for (name, version), vulnerabilities in found.items():

@@ -35,19 +35,19 @@ class WheelError(Exception):
 def main(arguments: list[str] | None = None) -> None:
     """Check the distributions of a folder, named by the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", type=Path, help="holds one .tar.gz and one .whl")
-    parser.add_argument("--torch", default="torch", help="requirement that the chat's environment installs")
+    parser.add_argument("folder", type=Path, help="folder with one .tar.gz and one .whl")
+    parser.add_argument("--torch", default="torch", help="torch requirement to install before the chat")
     parser.add_argument("--extra", default="worker", help="extra of the wheel that fits this torch")
-    parser.add_argument("--contents-only", action="store_true", help="install nothing")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--contents-only", action="store_true", help="check the contents only, without an installation")
+    options = parser.parse_args(arguments)
     try:
-        (sdist,), (wheel,) = asked.folder.glob("*.tar.gz"), asked.folder.glob("*.whl")
+        (sdist,), (wheel,) = options.folder.glob("*.tar.gz"), options.folder.glob("*.whl")
         print(check_contents(sdist, wheel), flush=True)
-        if not asked.contents_only:
+        if not options.contents_only:
             with tempfile.TemporaryDirectory(prefix="kvferry-wheel-") as folder:
-                check_installed(wheel.resolve(), Path(folder), asked.torch.split(), asked.extra)
+                check_installed(wheel.resolve(), Path(folder), options.torch.split(), options.extra)
     except WheelError as error:
-        sys.exit(f"{asked.folder}: {error}")
+        sys.exit(f"{options.folder}: {error}")
 
 
 def check_contents(sdist: Path, wheel: Path) -> str:
@@ -57,8 +57,8 @@ def check_contents(sdist: Path, wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         files = [name for name in archive.namelist() if not name.endswith("/")]
     for kind, names in (("sdist", sources), ("wheel", files)):
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise WheelError(f"the {kind} has files twice: {twice[:5]}")
+        if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+            raise WheelError(f"the {kind} has files twice: {duplicates[:5]}")
     packages = sorted(path.name for path in (ROOT / "kvferry").iterdir() if path.is_symlink())
     tracked = subprocess.check_output(["git", "ls-files", *packages], cwd=ROOT, text=True).split()
     if missing := set(tracked) - set(sources):
@@ -70,11 +70,13 @@ def check_contents(sdist: Path, wheel: Path) -> str:
         raise WheelError(f"the wheel adds {sorted(tops)} to site-packages, not kvferry and its dist-info")
     wanted = {f"kvferry/{name}" for name in tracked} | {"kvferry/__init__.py", "kvferry/py.typed"}
     wanted = {name for name in wanted if not NOT_IN_WHEELS.search(name)}
-    held = {name for name in files if name.startswith("kvferry/") and "/_native." not in name} | {
+    in_wheel = {name for name in files if name.startswith("kvferry/") and "/_native." not in name} | {
         name for name in files if name.endswith("_native.pyi")
     }
-    if held != wanted:
-        raise WheelError(f"the wheel lacks {sorted(wanted - held)[:5]} and has {sorted(held - wanted)[:5]} beside them")
+    if in_wheel != wanted:
+        raise WheelError(
+            f"the wheel lacks {sorted(wanted - in_wheel)[:5]} and has {sorted(in_wheel - wanted)[:5]} beside them"
+        )
     return f"{sdist.name}: {len(sources)} files; {wheel.name}: {len(files)} files in {', '.join(sorted(tops))}"
 
 
@@ -95,10 +97,10 @@ def check_installed(wheel: Path, folder: Path, torch: list[str], extra: str) -> 
     command = str(environment / "bin" / "kvferry")
     run(command, "serve", "--help", cwd=folder)
     print(run(command, "--version", cwd=folder).strip(), flush=True)
-    print("chat: " + chatted(command, folder), flush=True)
+    print("chat: " + chat(command, folder), flush=True)
 
 
-def chatted(command: str, folder: Path) -> str:
+def chat(command: str, folder: Path) -> str:
     """Start a cluster of the demo model outside the repository and return what it answers. Raises WheelError."""
     with (folder / "serve.log").open("wb") as log:
         server = subprocess.Popen([command, "serve", "--port", "0"], cwd=folder, stdout=subprocess.PIPE, stderr=log)

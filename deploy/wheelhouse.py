@@ -56,7 +56,7 @@ def pins(locked: str, python: str, machine: str) -> dict[str, str]:
     return found
 
 
-def lacking(pinned: dict[str, str], have: Iterable[str]) -> list[str]:
+def not_installed(pinned: dict[str, str], have: Iterable[str]) -> list[str]:
     """Return the missing requirements. have: names, or lines of `pip freeze`."""
     there = {normal(re.split(r"[=@ ]", line.strip())[0]) for line in have if line.strip()}
     return [f"{name}=={version}" for name, version in pinned.items() if name not in there and not NEVER.fullmatch(name)]
@@ -69,48 +69,59 @@ def options(python: str, machine: str, glibc: int) -> list[str]:
     return ["--no-deps", "--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
 
 
-def pip(command: str, given: Sequence[str]) -> None:
-    subprocess.run([sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *given], check=True)
+def pip(command: str, pip_options: Sequence[str]) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *pip_options], check=True
+    )
 
 
-def slimmed(given: Sequence[str], house: Path) -> Path:
+def slim_archive(pip_options: Sequence[str], target: Path) -> Path:
     """Return an archive of what these options of pip install, small."""
     slim = runpy.run_path(str(Path(__file__).parent / "docker" / "slim.py"))
     with tempfile.TemporaryDirectory() as folder:
-        site = Path(folder) / house.name
-        pip("install", ["--target", str(site), "--no-compile", *given])
-        for step in ("remove_unread", "link_equals", "strip"):
+        site = Path(folder) / target.name
+        pip("install", ["--target", str(site), "--no-compile", *pip_options])
+        for step in ("remove_unused", "link_duplicates", "strip"):
             slim[step](site)
-        return Path(shutil.make_archive(str(house), "gztar", folder, house.name))
+        return Path(shutil.make_archive(str(target), "gztar", folder, target.name))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="wheels for a machine without a network")
-    parser.add_argument("house", type=Path, nargs="?")
-    parser.add_argument("--list", action="store_true", help="print the packages that are installed here")
-    parser.add_argument("--have", type=Path, help="file with the packages that the machine has")
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--list", action="store_true", help="print the packages installed on this machine, for --have")
+    parser.add_argument(
+        "--have", type=Path, help="file with the packages installed on the target machine, as --list prints them"
+    )
     parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
     parser.add_argument("--machine", choices=("x86_64", "aarch64"), default="x86_64")
-    parser.add_argument("--glibc", type=int, default=36, help="minor version of the machine's (ldd --version)")
-    parser.add_argument("--extra", choices=("worker", "worker-cu13"), default="worker-cu13", help="as torch's CUDA is")
+    parser.add_argument(
+        "--glibc", type=int, default=36, help="minor version of glibc on the target machine (ldd --version)"
+    )
+    parser.add_argument(
+        "--extra",
+        choices=("worker", "worker-cu13"),
+        default="worker-cu13",
+        help="extra of kvferry that matches torch's CUDA version",
+    )
     parser.add_argument("--slim", action="store_true")
-    asked = parser.parse_args()
-    if asked.list:
+    args = parser.parse_args()
+    if args.list:
         print(*sorted({normal(each.metadata["Name"]) for each in distributions()}), sep="\n")
         return
-    if asked.house is None:
-        parser.error("name the folder of the wheels")
-    have = asked.have.read_text().splitlines() if asked.have else []
-    wanted = lacking(pins((LOCKED / f"{asked.extra}.txt").read_text(), asked.python, asked.machine), have)
-    print(f"{len(wanted)} packages for Python {asked.python} on {asked.machine}: {' '.join(wanted)}")
-    given = [*options(asked.python, asked.machine, asked.glibc), *wanted]
-    if asked.slim:
-        made = slimmed(given, asked.house)
+    if args.folder is None:
+        parser.error("give the folder for the wheels")
+    have = args.have.read_text().splitlines() if args.have else []
+    wanted = not_installed(pins((LOCKED / f"{args.extra}.txt").read_text(), args.python, args.machine), have)
+    print(f"{len(wanted)} packages for Python {args.python} on {args.machine}: {' '.join(wanted)}")
+    pip_options = [*options(args.python, args.machine, args.glibc), *wanted]
+    if args.slim:
+        made = slim_archive(pip_options, args.folder)
         print(f"{made}: {made.stat().st_size / 1e6:.0f} MB")
         return
-    pip("download", ["--dest", str(asked.house), *given])
-    total = sum(file.stat().st_size for file in asked.house.glob("*.whl"))
-    print(f"{asked.house}: {total / 1e6:.0f} MB")
+    pip("download", ["--dest", str(args.folder), *pip_options])
+    total = sum(file.stat().st_size for file in args.folder.glob("*.whl"))
+    print(f"{args.folder}: {total / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ _MEANING = re.compile(r"^(?:\d{3} \w+)?[ :]*\(?(?P<text>.*?)\)?$")
 def openapi() -> dict[str, Any]:
     """Returns the OpenAPI description of a router; the routes need no model until a request arrives."""
     pools, board = cast(ServedModels, object()), cast(SnapshotBuilder, object())
-    door = create_app(RouterSettings(), pools, RouterMetrics(), board=board)
-    return cast(Application, vars(door)["_app"]).openapi()
+    app = create_app(RouterSettings(), pools, RouterMetrics(), board=board)
+    return cast(Application, vars(app)["_app"]).openapi()
 
 
 def endpoints_table() -> str:

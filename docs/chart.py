@@ -46,7 +46,7 @@ def table() -> str:
     return "\n".join(("| value | default | meaning |", "| --- | --- | --- |", *rows)) + "\n"
 
 
-def renew(text: str) -> str:
+def update_table(text: str) -> str:
     return _TABLE.sub(lambda found: f"{found[1]}{table()}{found[2]}", text)
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     for source, target in copies():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
-    README.write_text(renew(README.read_text()))
+    README.write_text(update_table(README.read_text()))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def _graph(panel: Json) -> Json:
     }
 
 
-def made() -> dict[Path, str]:
+def dashboard_files() -> dict[Path, str]:
     """Return the dashboards' files as rendered from their descriptions."""
     found = sorted(DASHBOARDS.glob("*.yaml"))
     return {
@@ -190,5 +190,5 @@ def made() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for path, content in made().items():
+    for path, content in dashboard_files().items():
         path.write_text(content)

@@ -1,8 +1,8 @@
 """Check the language of code and documents: `make lint` runs it after the links.
 
 Every module, public class and public function has a docstring. A module's first paragraph is one line and no noun
-clause. Public numeric constants name their unit, by suffix or docstring. Retired terms stand in no docstring, comment
-or document.
+clause. Field lists name fields that exist (`docs.field_lists`). Public numeric constants name their unit, by suffix or
+docstring. Retired terms stand in no docstring, comment or document.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+from docs import field_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 NOUN_CLAUSES = re.compile(
@@ -38,7 +40,7 @@ def main() -> None:
     """Print all findings and exit with status 1 where there are any."""
     files = subprocess.check_output(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, text=True).split()
     packages = {path.name for path in (ROOT / "kvferry").iterdir() if path.is_symlink()}
-    found: list[str] = []
+    found, trees = list[str](), dict[str, ast.Module]()
     for name in files:
         path = ROOT / name
         if path.is_symlink() or not path.is_file() or name in LANGUAGE_RULES or name.startswith("tests/"):
@@ -46,8 +48,10 @@ def main() -> None:
         text = path.read_text()
         if name.split("/")[0] in packages:
             found += [f"{name}:{finding}" for finding in in_code(text, classes=name not in DESCRIBED_ELSEWHERE)]
+            trees[name] = ast.parse(text)
         elif name.endswith(".md"):
             found += [f"{name}:{finding}" for finding in retired(text, 1)]
+    found += field_lists.findings(trees)
     print("\n".join(found) or "the language holds", file=sys.stderr if found else sys.stdout)
     sys.exit(bool(found))
 

@@ -51,13 +51,13 @@ def chat(page: Page, url: str) -> None:
     """Take the chat page with a conversation, wide and on a phone."""
     opened(page, url)
     set_fields(page, max_tokens="60")
-    answered(page, "Why is the sky blue?")
+    ask_and_wait(page, "Why is the sky blue?")
     press_button(page, "New chat")
     page.wait("!document.querySelector('.turn')")
     set_fields(page, max_tokens="400")
-    answered(page, "Write a Python function that reverses a string.")
-    shot(page, "chat.png", 1280, 800)
-    shot(page, "chat-phone.png", 390, 844, "dark")
+    ask_and_wait(page, "Write a Python function that reverses a string.")
+    screenshot(page, "chat.png", 1280, 800)
+    screenshot(page, "chat-phone.png", 390, 844, "dark")
 
 
 def tools(page: Page) -> None:
@@ -66,47 +66,47 @@ def tools(page: Page) -> None:
     press_button(page, "New chat")
     page.wait("!document.querySelector('.turn')")
     set_fields(page, system="", tools=json.dumps([TOOL]), tool_choice="required", max_tokens="200", temperature="0")
-    answered(page, "What is the weather in Oslo?")
+    ask_and_wait(page, "What is the weather in Oslo?")
     page.evaluate("document.querySelector('.call textarea').focus()")
     page.type('{"temperature_c": 12, "sky": "rain"}')
-    shot(page, "chat-tools.png", 960, 640)
+    screenshot(page, "chat-tools.png", 960, 640)
 
 
 def dashboard(page: Page, url: str) -> None:
     """Take the dashboard while conversations with a common beginning run."""
     until = time.monotonic() + LOAD_S
     with ThreadPoolExecutor(TALKERS) as pool:
-        talks = [pool.submit(talk, url, number, until) for number in range(TALKERS)]
+        conversations = [pool.submit(converse, url, number, until) for number in range(TALKERS)]
         page.resize(1280, 1000)
         page.go(f"{url}/dashboard")
         while time.monotonic() < until - 2:
             page.wait("new Promise((resolve) => setTimeout(() => resolve(true), 500))")
-        shot(page, "dashboard.png", 1280, 1000)
-        for each in talks:
+        screenshot(page, "dashboard.png", 1280, 1000)
+        for each in conversations:
             each.result()
 
 
-def talk(url: str, number: int, until: float) -> None:
+def converse(url: str, number: int, until: float) -> None:
     """Ask one question after the other, each with the conversation so far."""
     with httpx.Client(base_url=url, timeout=ANSWER_S) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         while time.monotonic() < until:
-            said = [{"role": "system", "content": "You are a helpful assistant who answers briefly. " * 8}]
+            messages = [{"role": "system", "content": "You are a helpful assistant who answers briefly. " * 8}]
             for question in QUESTIONS[number % 2 :]:
-                said.append({"role": "user", "content": question})
-                body = {"model": model, "messages": said, "max_tokens": 40, "temperature": 0.2}
+                messages.append({"role": "user", "content": question})
+                body = {"model": model, "messages": messages, "max_tokens": 40, "temperature": 0.2}
                 answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-                said.append(answer["choices"][0]["message"])
+                messages.append(answer["choices"][0]["message"])
 
 
-def answered(page: Page, question: str) -> None:
+def ask_and_wait(page: Page, question: str) -> None:
     """Ask a question and wait for the answer."""
     ask(page, question)
     page.wait("document.getElementById('send').textContent === 'Stop'")
     page.wait(ENDED, ANSWER_S)
 
 
-def shot(page: Page, name: str, width: int, height: int, scheme: str = "light") -> None:
+def screenshot(page: Page, name: str, width: int, height: int, scheme: str = "light") -> None:
     """Take a screenshot. Exits where it is too large for the documents."""
     page.resize(width, height, scheme)
     page.evaluate("new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 300)))")

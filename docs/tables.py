@@ -81,7 +81,7 @@ def tables() -> dict[str, str]:
     }
 
 
-def renew(text: str) -> str:
+def update_tables(text: str) -> str:
     """Return the text with every table updated. Raises KeyError for an unknown table."""
     made = tables()
     return _BLOCK.sub(lambda found: f"{found[1]}{made[found[2]]}{found[3]}", text)
@@ -102,4 +102,4 @@ def _default(value: object) -> str:
 
 if __name__ == "__main__":
     for page in sorted(REFERENCE.glob("*.md")):
-        page.write_text(renew(page.read_text()))
+        page.write_text(update_tables(page.read_text()))

@@ -1,4 +1,4 @@
-"""ElasticService: both roles' services over one engine and pool; engine events go to the role of `worker.roles`.
+"""ElasticService: services of both roles over one engine and pool; the current role gets the engine events.
 
 A role changes only when none of its work is running (`worker.roles`), so the inactive service has no state. Work that
 is independent of the role always continues: keeping replicas, fetching, reading tiers and supplying other nodes."""
@@ -12,7 +12,7 @@ from kvferry.engine.events import Event
 from kvferry.prefill_worker.service import PrefillService
 from kvferry.protocol.messages import CancelRequest
 from kvferry.worker.endpoints import Endpoints
-from kvferry.worker.service import Base, Service
+from kvferry.worker.service import NodeParts, Service
 
 
 class ElasticService:
@@ -20,7 +20,7 @@ class ElasticService:
 
     Implements `worker.service.Service`."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         self._roles, self.endpoints = base.roles, Endpoints(base)
         self.prefill = PrefillService(base, self.endpoints)
         self.decode = DecodeService(base, self.endpoints)

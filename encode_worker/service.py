@@ -22,7 +22,7 @@ from kvferry.protocol.messages import CancelRequest
 from kvferry.protocol.wire import pack
 from kvferry.runtime.disconnect import until_disconnect
 from kvferry.worker.endpoints import Endpoints
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 T = TypeVar("T")
 MAX_WAITING = 256
@@ -32,7 +32,7 @@ MAX_WAITING = 256
 class EncodeService:
     """Service of an encode node. Implements `worker.service.Service`."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         self._base, self.endpoints = base, Endpoints(base)
         assert self.endpoints.embeddings is not None, "an encode node without an encoder"
         self._blocks, self._source = self.endpoints.embeddings.blocks, self.endpoints.embeddings.local
@@ -84,7 +84,7 @@ class EncodeService:
         for item, own in zip(items, rows, strict=True):
             run = runs[item.hash]
             if not await self._on_engine(lambda engine, run=run, own=own: self._blocks.store(run, own)):  # type: ignore[misc]
-                raise Overloaded("there is no room for the rows of these media")
+                raise Overloaded("there is no room for the embeddings of these media")
         return len(items)
 
     async def _made(self, root: bytes, items: Sequence[MediaItem], limit_s: float) -> Sequence[torch.Tensor]:

@@ -23,7 +23,7 @@ from kvferry.endpoint_picker.response_meter import ResponseMeter
 from kvferry.endpoint_picker.services import Services
 from kvferry.protocol.errors import Cancelled, KvferryError, Unauthorized
 from kvferry.router.api.admission import AdmittedRequest, TokenUsage
-from kvferry.router.api.generation_route import count_error
+from kvferry.router.api.inference_route import count_error
 from kvferry.router.api.ingress import NO_KEY, new_call
 from kvferry.router.request_context import CALL, RequestContext
 from kvferry.runtime.disconnect import until_disconnect

@@ -21,7 +21,7 @@ from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.dispatch.cluster import RouterCluster, Store
 from kvferry.router.main import GC_THRESHOLD, HURRY_S, SWITCH_S
 from kvferry.router.tenants.tenant_registry import TenantRegistry
-from kvferry.router.text.load import load_text_models
+from kvferry.router.text.loader import load_text_models
 from kvferry.router.worker_peers.exposition import scraped
 from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.address import host_port
@@ -140,10 +140,10 @@ async def _metrics_server(
 async def _waited(stop: StopSignal, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await stop.hurry.wait()
+            await stop.forced.wait()
 
 
 async def _either(ending: asyncio.Task[None], stop: StopSignal) -> None:
-    hurried = asyncio.create_task(stop.hurry.wait())
-    await asyncio.wait((ending, hurried), return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
+    forced = asyncio.create_task(stop.forced.wait())
+    await asyncio.wait((ending, forced), return_when=asyncio.FIRST_COMPLETED)
+    forced.cancel()

@@ -1,4 +1,4 @@
-"""Objectives of a request in headers of the Gateway API Inference Extension: latency targets, and its flow.
+"""Latency targets and fairness id of a request, from headers of the Gateway API Inference Extension or llm-d.
 
 Each header has two spellings: the extension's and llm-d's."""
 

@@ -8,7 +8,7 @@ from kvferry.endpoint_picker.picker import Picker
 from kvferry.protocol.epp_settings import EppSettings
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.api.bodies.reader import BodyReader
-from kvferry.router.api.generation_route import InflightLimit
+from kvferry.router.api.inference_route import InflightLimit
 from kvferry.router.api.served_models import ServedModels, pool_of
 from kvferry.router.dispatch.cluster import RouterCluster
 from kvferry.router.tenants.tenant_registry import TenantRegistry

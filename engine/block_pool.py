@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.engine import audit
+from kvferry.engine import audit_counts
 from kvferry.engine.block_contents import BlockContents
 from kvferry.engine.block_interfaces import EvictionOrder, Holds
 from kvferry.engine.cache_use import CacheUse
@@ -45,7 +45,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self.changes = IndexChanges()
         self.contents: BlockContents | None = None
-        self._recounts: list[audit.Children] = []
+        self._recounts: list[audit_counts.ChildCounts] = []
 
     @property
     def free_blocks(self) -> int:
@@ -165,21 +165,21 @@ class BlockPool:
 
         A lasting fault is found in one of two passes."""
         yield from self.holds.audit()
-        recount = audit.Children((yield from audit.zeros(self.num_blocks)))
+        recount = audit_counts.ChildCounts((yield from audit_counts.zeros(self.num_blocks)))
         self._recounts.append(recount)
         try:
-            for piece in audit.strides(self.num_blocks):
+            for piece in audit_counts.strides(self.num_blocks):
                 for block_id in piece:
                     self._check(block_id)
                 recount.read(piece, [self._blocks[block_id].parent for block_id in piece])
                 yield
-            for piece in audit.strides(self.num_blocks):
+            for piece in audit_counts.strides(self.num_blocks):
                 counts = [self._blocks[block_id].children for block_id in piece]
                 assert recount.counts[piece.start : piece.stop].tolist() == counts, f"children of {piece} miscounted"
                 yield
         finally:
             self._recounts.remove(recount)
-        for piece in audit.strides(self.num_blocks):
+        for piece in audit_counts.strides(self.num_blocks):
             self._free.check(piece)
             yield
         counted = self.available + self.holds.num_held

@@ -1,4 +1,4 @@
-"""Announced cancellations, which a running step reads, and Deadlines, which finds requests past their deadline.
+"""Cancellations that arrive during a step, which may stop it early, and Deadlines, which finds overdue requests.
 
 The engine takes commands only between steps, and a step may be long."""
 

@@ -84,7 +84,7 @@ def _try(
 def _client_error(part: Slice, error: Exception) -> KvferryError:
     if isinstance(error, KvferryError):
         return error
-    log.error("%s fails alone: %s", part.request.key, reason(error))
+    log.error("%s fails even alone in a step: %s", part.request.key, reason(error))
     return StepFailed(f"the node cannot compute this request: {reason(error)}")
 
 

@@ -162,7 +162,7 @@ class GrammarMasks:
         except KvferryError as error:
             mask.error = error
         except Exception as error:
-            log.exception("a mask failed")
+            log.exception("computing a grammar mask failed")
             mask.error = GrammarFailed(f"the grammar's mask could not be made: {reason(error)}")
         self._account(mask, time.thread_time() - began)
 

@@ -1,4 +1,4 @@
-"""Idle blocks by the chain that a request left, and AgedChains, the order of these chains by class and age."""
+"""IdleChain: cached blocks that one request left, evicted from its end; AgedChains orders chains by class and age."""
 
 from __future__ import annotations
 

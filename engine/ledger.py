@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from kvferry.engine import audit
+from kvferry.engine import audit_counts
 
 
 class Ledger:
@@ -22,7 +22,7 @@ class Ledger:
         self._counts = [0] * num_blocks
         self._pages: dict[str, dict[Hashable, dict[int, None]]] = {}
         self._num_held = 0
-        self._recounts: list[audit.Holds] = []
+        self._recounts: list[audit_counts.HoldCounts] = []
 
     @property
     def num_held(self) -> int:
@@ -98,18 +98,18 @@ class Ledger:
     def audit(self) -> Iterator[None]:
         """Run `check_integrity` in pieces, between which holds may change."""
         assert all(self._pages.values()), "a reason without holds"
-        counts = yield from audit.zeros(self.num_blocks)
-        recount = audit.Holds(counts, self.owners())
+        counts = yield from audit_counts.zeros(self.num_blocks)
+        recount = audit_counts.HoldCounts(counts, self.owners())
         self._recounts.append(recount)
         try:
             while recount.unread:
                 (reason, owner), _ = recount.unread.popitem()
                 page = list(self._page(reason, owner))
-                for piece in audit.strides(len(page)):
+                for piece in audit_counts.strides(len(page)):
                     for i in piece:
                         counts[page[i]] += 1
                     yield
-            for piece in audit.strides(self.num_blocks):
+            for piece in audit_counts.strides(self.num_blocks):
                 part = slice(piece.start, piece.stop)
                 assert counts[part].tolist() == self._counts[part], f"counts of {piece} differ from the holds"
                 yield

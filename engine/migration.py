@@ -149,7 +149,7 @@ class OutboundMigrations:
     def done(self, transfer: int) -> None:
         """End the stream here, unless it has ended: the other node continues it."""
         move = self._open.pop(transfer)
-        request, error = move.request, Moved("it continues at another node")
+        request, error = move.request, Moved("the stream continues on another node")
         error.later = move.job.attempt
         if self._request_table.find(request.key) is request:
             self._scheduler.remove(request)

@@ -71,8 +71,7 @@ def _waits(part: Slice, blocks: list[int]) -> bool:
 class SuspendedStep:
     """Suspended steps of one engine; the last one resumes first.
 
-    called: returns whether the engine has commands, which may bring urgent work; leaving: requests that the commands
-    drop."""
+    called: returns whether the engine has commands, which may bring urgent work."""
 
     def __init__(self, scheduler: Scheduler, cancellations: Cancellations) -> None:
         self.called: Callable[[], bool] = lambda: False

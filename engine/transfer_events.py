@@ -1,4 +1,4 @@
-"""Makes events: a request was admitted, blocks are ready to be received into, and computed blocks are ready to send."""
+"""Builds engine events of KV transfers: request admitted, blocks ready to receive into, blocks ready to send."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class AttemptTable(Generic[Attempt]):
                 await self._suspect(attempt, error)
             self._fail(attempt, error, "failed")
         except Exception as error:
-            log.exception("attempt %d of %s", job.attempt, job.request_id)
+            log.exception("attempt %d of %s failed", job.attempt, job.request_id)
             self._fail(attempt, KvferryError(f"the adapter failed: {type(error).__name__}"), "failed")
 
     def _ended(self, attempt: Attempt, work: Coroutine[None, None, None], task: asyncio.Task[None]) -> None:

@@ -56,7 +56,7 @@ class CacheMirror:
         self._note, self._max_copies = note, (total_blocks or MAX_BLOCKS) * MAX_OVERCOUNT
         self._cached = CachedBlocks(block_size, counts_copies=counts_copies)
         self._warn = RateLimitedLog(log)
-        self.stored = self.removed = self.forgotten = self.clears = 0
+        self.stored = self.removed = self.clears = 0
         self.skipped: Counter[str] = Counter()
 
     @property
@@ -86,13 +86,11 @@ class CacheMirror:
                 "the engine announced %d copies of blocks, more than it can have: forgetting its cache's contents",
                 self._cached.copies,
             )
-            self.forgotten += 1
             self._clear()
         self._publish()
 
     def forget(self) -> None:
         """Forget all blocks, because the engine did or because events were lost."""
-        self.forgotten += 1
         self._clear()
         self._publish()
 

@@ -122,7 +122,7 @@ class Prefilled:
 class Engine(Protocol):
     """Client of one engine server.
 
-    Every call raises NodeDied if the server's connection breaks or is refused, NodeLost if it does not answer,
+    Every call raises NodeDown if the server's connection breaks or is refused, NodeLost if it does not answer,
     InvalidRequest if it refuses the request for its contents, and StepFailed for any other refusal or failure of one
     request alone."""
 
@@ -141,7 +141,7 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> None:
-        """Return if the engine is well; raise NodeDied if it is not, or is gone."""
+        """Return if the engine is well; raise NodeDown if it is not, or is gone."""
         ...
 
     async def load(self) -> EngineLoad:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.engine_adapter.engine import Engine, EngineLoad
-from kvferry.protocol.errors import KvferryError, NodeDied
+from kvferry.protocol.errors import KvferryError, NodeDown
 
 log = logging.getLogger("kvferry.adapter")
 
@@ -84,7 +84,7 @@ class EngineWatch:
     async def _check(self) -> None:
         try:
             await self._engine.health()
-        except NodeDied as error:
+        except NodeDown as error:
             self.end(error.message)
             raise
         except KvferryError:

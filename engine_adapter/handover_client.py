@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvferry.protocol.errors import Fenced, KvferryError, NodeDied, NodeLost, TransferFailed, from_body
-from kvferry.protocol.handover_messages import Handover, HandoverOffer, HandoverTicket, RoomLeft
+from kvferry.protocol.errors import Fenced, KvferryError, NodeDown, NodeLost, TransferFailed, from_body
+from kvferry.protocol.handover_messages import Handover, HandoverOffer, HandoverTicket, RoomFirstToken
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.runtime.cluster_secret import HEADER
@@ -26,7 +26,7 @@ OFFER_PATH, HANDOVER_PATH = "/attempts/handover/offer", "/attempts/handover"
 class HandoverClient:
     """Calls to decode nodes, addressed by the `link_address` of their leases, which is a URL for adapters.
 
-    A call raises NodeDied if the connection breaks, NodeLost if the node does not answer, and the node's own error if
+    A call raises NodeDown if the connection breaks, NodeLost if the node does not answer, and the node's own error if
     it refuses. If it is cancelled, its connection is closed. token: returns the cluster's secret."""
 
     def __init__(self, token: Callable[[], str] = str, tls: WorkerTls = PLAIN) -> None:
@@ -39,12 +39,12 @@ class HandoverClient:
             raise TransferFailed(f"{target.node_id} answered an offer with a {type(answer).__name__}")
         return answer.ticket
 
-    async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> RoomLeft | None:
+    async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> RoomFirstToken | None:
         """Hand over a prompt; return once the decode engine has its blocks. For a room, return the first token."""
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._call(target, HANDOVER_PATH, handover, None)
-                return answer if isinstance(answer, RoomLeft) else None
+                return answer if isinstance(answer, RoomFirstToken) else None
         except TimeoutError as error:
             raise TransferFailed(f"{target.node_id} did not fetch the blocks within {within_s:.3g} s") from error
 
@@ -70,7 +70,7 @@ class HandoverClient:
         try:
             await connection.exchange((head.encode() + body,), silence_s, None, answers.append)
         except ConnectionError as error:
-            raise NodeDied(f"{target.node_id}: {type(error).__name__} {error}".strip()) from error
+            raise NodeDown(f"{target.node_id}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, WireError) as error:
             raise NodeLost(f"{target.node_id}: {type(error).__name__} {error}".strip()) from error
         finally:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.engine_adapter.transfer import Transfer
 from kvferry.protocol.errors import Fenced, InvalidRequest, TransferFailed
-from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer, HandoverTicket, RoomLeft
+from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer, HandoverTicket, RoomFirstToken
 from kvferry.protocol.messages import Job
 from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.work import Generate
@@ -67,7 +67,7 @@ class Handovers:
             self._tickets.popitem(last=False)
         return HandoverTicket(ticket)
 
-    async def take(self, handover: Handover) -> RoomLeft | None:
+    async def take(self, handover: Handover) -> RoomFirstToken | None:
         """Begin the attempt; return once the engine has its blocks. Raises the error that ends the attempt before.
 
         For a room it returns the first token, which came with the blocks.
@@ -80,7 +80,7 @@ class Handovers:
             raise
         self._start(handover.job, transfer)
         await asyncio.shield(transfer.landed)
-        return RoomLeft(transfer.tokens[0]) if handover.first_token == IN_ROOM else None
+        return RoomFirstToken(transfer.tokens[0]) if handover.first_token == IN_ROOM else None
 
     def _accepted(self, handover: Handover) -> Transfer:
         job, ticket, now = handover.job, self._tickets.pop(handover.ticket, None), self._clock()

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from kvferry.engine_adapter.engine_errors import refusal
 from kvferry.protocol.errors import (
     ConfigError,
-    NodeDied,
+    NodeDown,
     NodeLost,
     Overloaded,
     StepFailed,
@@ -109,7 +109,7 @@ class _Exchange:
 class EngineHttp:
     """Calls to one engine server at `url`.
 
-    Every call raises NodeDied if the connection breaks or is refused, NodeLost if the server does not answer, and the
+    Every call raises NodeDown if the connection breaks or is refused, NodeLost if the server does not answer, and the
     error of `refusal` if it refuses. A cancelled call closes its connection. api_key: returns the key that is sent as a
     bearer token, read for each call; empty: none."""
 
@@ -154,11 +154,11 @@ class EngineHttp:
         return (await self._whole(f"GET {self._path}{path}", b"", silence_s)).decode("utf-8", "replace")
 
     async def health(self) -> None:
-        """Return if GET /health succeeds. Raises NodeDied if the server reports that it is not well."""
+        """Return if GET /health succeeds. Raises NodeDown if the server reports that it is not well."""
         try:
             await self.text("/health", HEALTH_S)
         except (Overloaded, StepFailed) as error:
-            raise NodeDied(f"the engine is not well: {error.message}") from error
+            raise NodeDown(f"the engine reports that it is unhealthy: {error.message}") from error
 
     async def close(self) -> None:
         """Close the idle connections."""
@@ -195,7 +195,7 @@ class EngineHttp:
                 connection = await self._connection(decoder)
                 await exchange.on(connection)
         except ConnectionError as error:
-            raise NodeDied(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
+            raise NodeDown(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         except (OSError, httptools.HttpParserError, ValueError) as error:
             raise NodeLost(f"the engine at {self.url}: {type(error).__name__} {error}".strip()) from error
         self._rest(decoder, connection)

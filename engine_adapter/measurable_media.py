@@ -1,4 +1,4 @@
-"""Interface to the media of another server's engine, which an adapter compares with the engine's own chat."""
+"""Interface of an engine's media that is measured at join: rendering, and the tokens with which its chat answers."""
 
 from __future__ import annotations
 

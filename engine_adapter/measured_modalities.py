@@ -33,7 +33,7 @@ TOKENS = 8
 async def measured_modalities(engine: Engine) -> tuple[str, ...]:
     """Return the modalities of `protocol.media.MODALITIES` that the engine reads, and TRANSCRIPTION if it transcribes.
 
-    Raises NodeDied and NodeLost as the engine does."""
+    Raises NodeDown and NodeLost as the engine does."""
     if engine.media is None:
         return ()
     kept = [modality for modality in MODALITIES if await _reads(engine, engine.media, modality)]
@@ -68,13 +68,13 @@ async def _reads(engine: Engine, media: MeasurableMedia, modality: str) -> bool:
 
 async def _transcribes(media: MeasurableMedia) -> bool:
     """Return whether the engine transcribes a tone, whatever the text."""
-    asked, heard = SpeechRequest(False, (("response_format", "json"),), "tone.wav", _wav()), bytearray()
+    request, transcript = SpeechRequest(False, (("response_format", "json"),), "tone.wav", _wav()), bytearray()
     try:
-        await media.transcribe(asked, lambda content_type: None, heard.extend)
+        await media.transcribe(request, lambda content_type: None, transcript.extend)
     except (InvalidRequest, StepFailed, Overloaded) as error:
         log.info("the engine transcribes nothing: %s", error.message)
         return False
-    return bool(heard)
+    return bool(transcript)
 
 
 def _text() -> dict[str, Any]:

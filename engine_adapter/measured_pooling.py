@@ -41,7 +41,7 @@ NO_POOLING = MeasuredPooling()
 
 
 async def measured_pooling(engine: Engine) -> MeasuredPooling:
-    """Measure an idle engine. Raises NodeDied and NodeLost as the engine does."""
+    """Measure an idle engine. Raises NodeDown and NodeLost as the engine does."""
     if engine.pooling is None:
         return NO_POOLING
     found = {task: vectors for task in POOLING_TASKS if (vectors := await _vectors(engine.pooling, task))}

@@ -79,23 +79,23 @@ class AdapterNode:
         self.address.start()
         with contextlib.suppress(OSError):
             os.nice(PRIORITY)
-        asked = asyncio.create_task(stop.requested.wait())
+        stopping = asyncio.create_task(stop.requested.wait())
         try:
             loading = asyncio.create_task(self._loading.first())
-            await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 loading.cancel()
                 return True
             self.state = loading.result()
-            return await self._live(self.state, asked, stop)
+            return await self._live(self.state, stopping, stop)
         finally:
-            asked.cancel()
+            stopping.cancel()
             self._clock.stop()
 
-    async def _live(self, state: NodeState, asked: asyncio.Task[bool], stop: StopSignal) -> bool:
+    async def _live(self, state: NodeState, stopping: asyncio.Task[bool], stop: StopSignal) -> bool:
         gone = asyncio.create_task(state.watch.gone.wait())
         joining = asyncio.create_task(self._join(state))
-        await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, gone}, return_when=asyncio.FIRST_COMPLETED)
         joining.cancel()
         if gone.done():
             log.critical("%s exits: the engine is gone: %s", self.address.node_id, state.watch.fault)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvferry.cluster_state.redis_store import RedisStore
+from kvferry.engine_adapter.attempts_factory import AttemptsFactory
 from kvferry.engine_adapter.engine import ElasticEngine, Engine, EngineFacts
 from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.identity import first_role
 from kvferry.engine_adapter.measured_guarantees import Measurement
 from kvferry.engine_adapter.measured_modalities import measured_modalities
 from kvferry.engine_adapter.measured_pooling import NO_POOLING, MeasuredPooling, measured_pooling
-from kvferry.engine_adapter.node_parts import NodeParts
 from kvferry.engine_adapter.node_state import NodeState
 from kvferry.engine_adapter.pooling_work import pooling_of
 from kvferry.protocol.adapter_metrics import AdapterMetrics
@@ -25,7 +25,7 @@ from kvferry.protocol.errors import (
     ConfigError,
     InvalidRequest,
     KvferryError,
-    NodeDied,
+    NodeDown,
     NodeLost,
     RegistryUnavailable,
     StepFailed,
@@ -104,7 +104,7 @@ class NodeLoading:
         if role != self.metrics.role:
             self.metrics.count_as(role)
             self.adapter_metrics = AdapterMetrics(self.metrics.registry)
-        parts = NodeParts(state, self.engine, self.metrics, self.adapter_metrics, self.address.secrets.token)
+        parts = AttemptsFactory(state, self.engine, self.metrics, self.adapter_metrics, self.address.secrets.token)
         state.attempts = parts.prefill_attempts(self.clock) if role == "prefill" else parts.decode_attempts()
         state.attempts.rates.rates = measured.rates
         watch.use_output_clock(lambda: state.attempts.last_output_at)
@@ -137,7 +137,7 @@ async def require_elastic(engine: Engine, role: str, graphs_gb: float) -> None:
         raise ConfigError("this engine cannot change between prefill and decode; SGLang can", param="elastic")
     try:
         await engine.switch_role(role, graphs_gb)
-    except (NodeDied, NodeLost):
+    except (NodeDown, NodeLost):
         raise
     except KvferryError as error:
         raise ConfigError(

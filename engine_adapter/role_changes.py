@@ -16,7 +16,7 @@ from fastapi import Request
 
 from kvferry.engine_adapter.engine import ElasticEngine, Engine
 from kvferry.engine_adapter.node_state import NodeState
-from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied, Overloaded, RoleKept, StepFailed
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDown, Overloaded, RoleChangeRefused, StepFailed
 from kvferry.protocol.labels import ROLES
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.worker_metrics import WorkerMetrics
@@ -78,8 +78,8 @@ class RoleChanges:
     async def begin(self, change: ChangeRole) -> None:
         """Return once the node has begun to change, or if it has the role already.
 
-        Raises InvalidRequest if it can never change, and RoleKept if it must not now, or if the change failed within
-        ANSWER_S; it then continues as before."""
+        Raises InvalidRequest if it can never change, and RoleChangeRefused if it must not now, or if the change failed
+        within ANSWER_S; it then continues as before."""
         if change.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if (engine := self._engine) is None:
@@ -89,7 +89,7 @@ class RoleChanges:
         if task is not None:
             await asyncio.wait({task}, timeout=ANSWER_S)
             if task.done() and not task.cancelled() and (kept := task.result()):
-                raise RoleKept(kept)
+                raise RoleChangeRefused(kept)
 
     async def stop(self) -> None:
         """Cancel a running change, because the node ends, and allow no further one."""
@@ -101,24 +101,24 @@ class RoleChanges:
     async def _begun(self, engine: ElasticEngine, change: ChangeRole) -> asyncio.Task[str] | None:
         state = self._node.state()
         if state is None or self._task is not None or self._ended:
-            raise RoleKept("the node is loading, changing its role or stopping")
+            raise RoleChangeRefused("the node is loading, changing its role or stopping")
         lease = state.lease()
         if change.role == lease.role:
             return None
         if 0 < lease.role_s < change.rest_s:
-            raise RoleKept(f"it changed its role {lease.role_s:.0f} s ago")
+            raise RoleChangeRefused(f"it changed its role {lease.role_s:.0f} s ago")
         if self._refused is not None and (ago_s := time.monotonic() - self._refused[0]) < REFUSED_S:
-            raise RoleKept(f"a change failed {ago_s:.0f} s ago: {self._refused[1]}")
+            raise RoleChangeRefused(f"a change failed {ago_s:.0f} s ago: {self._refused[1]}")
         try:
             await engine.switch_role(lease.role, self._graphs_gb)
         except KvferryError as error:
-            raise RoleKept(f"its engine cannot change its role: {error.message}") from error
+            raise RoleChangeRefused(f"its engine cannot change its role: {error.message}") from error
         why = await state.membership.try_leave_role(change.rest_s)
         if why:
             self._metrics.role_changes["kept"].inc()
-            raise RoleKept(why)
+            raise RoleChangeRefused(why)
         if self._ended:
-            raise RoleKept("the node is stopping")
+            raise RoleChangeRefused("the node is stopping")
         task = self._task = asyncio.create_task(self._change(engine, state, change.role), name="role-change")
         return task
 
@@ -146,7 +146,7 @@ class RoleChanges:
         if not state.watch.fault:  # else the node ends
             self._refused = time.monotonic(), kept
             self._metrics.role_changes["kept"].inc()
-            log.warning("it stays a %s node: %s", state.settings.role, kept)
+            log.warning("the node stays a %s node: %s", state.settings.role, kept)
             await state.membership.announce()
         return kept
 
@@ -191,7 +191,7 @@ class RoleChanges:
 
         The engine makes changes in order, so this also undoes one whose answer came too late."""
         try:
-            if isinstance(error, NodeDied):
+            if isinstance(error, NodeDown):
                 raise error
             await self._set_role(engine, state.settings.role)
         except KvferryError as failed:

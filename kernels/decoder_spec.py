@@ -67,7 +67,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def nobody() -> None:
+def no_wait() -> None:
     """Return at once: no other process has to write first."""
 
 
@@ -176,7 +176,7 @@ class Latent:
     rank: int
     value: int
     eps: float = 1e-6
-    awaited: Callable[[], None] = nobody
+    awaited: Callable[[], None] = no_wait
 
     def dense_layers(self) -> Iterator[Linear]:
         """Yield the dense layers."""

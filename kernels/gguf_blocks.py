@@ -172,7 +172,7 @@ FORMATS = {
 """Formats by their names in GGUF."""
 
 
-def taken_apart(rows: StoredRows) -> Parts:
+def unpack_rows(rows: StoredRows) -> Parts:
     """Unpack rows of a block format on their device: codes int8 [rows, in], scales and minima [rows, groups]."""
     form, count = FORMATS[rows.kind], len(rows.data)
     blocks = rows.data.view(-1, form.bytes)

@@ -23,7 +23,7 @@ from kvferry.kernels.bit_packing import (
     unpacked,
 )
 from kvferry.kernels.decoder_spec import Stored
-from kvferry.kernels.gguf_blocks import FORMATS, taken_apart
+from kvferry.kernels.gguf_blocks import FORMATS, unpack_rows
 from kvferry.kernels.quantised_codes import Codes, Levels, int8_of
 
 _NIBBLES, _SIXES, _BYTES = 15, 63, 255
@@ -122,7 +122,7 @@ def form_of_stored(part: Stored) -> CodedForm | None:
     if isinstance(part, Codes):
         return form_of(part)
     if part.kind in FORMATS:
-        values, scales, minima = taken_apart(part)
+        values, scales, minima = unpack_rows(part)
         group = values.shape[1] // scales.groups
         return _laid(
             _integers(values, group) if minima is None else _above_minima(values, group), scales, minima, group
@@ -148,7 +148,7 @@ def _laid(
     return CodedForm(kind, packed(kind, codes, tile), scales, offsets, minima, group, tile, order)
 
 
-def laid_together(forms: Sequence[CodedForm]) -> list[CodedForm]:
+def join_forms(forms: Sequence[CodedForm]) -> list[CodedForm]:
     """Join consecutive weights of one form."""
     bounds = [0, *(i for i, (a, b) in enumerate(pairwise(forms), 1) if not a.joins(b)), len(forms)]
     return [_joined(forms[first:end]) for first, end in pairwise(bounds)]

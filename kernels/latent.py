@@ -24,7 +24,7 @@ def absorbed(q: torch.Tensor, own: Latent) -> torch.Tensor:
     return torch.cat((turned, own.absorb(plain)), -1)
 
 
-def put_out(summed: torch.Tensor, own: Latent) -> torch.Tensor:
+def project_out(summed: torch.Tensor, own: Latent) -> torch.Tensor:
     """Return outputs [T, heads, value] for weighted sums of cached vectors, [T, heads, rotated + rank]."""
     return own.up_v(summed[..., own.rotated :])
 

@@ -14,7 +14,7 @@ from kvferry.kernels.batch_index import AttentionGroup, BatchIndex, block_rows
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import Latent
 from kvferry.kernels.gate_spec import SILU, Gate
-from kvferry.kernels.latent import absorbed, expanded, expands, put_out
+from kvferry.kernels.latent import absorbed, expanded, expands, project_out
 from kvferry.kernels.quantised_cache import PEAKS, as_bytes, dequantise, quantise
 from kvferry.kernels.torch_operations import TorchShared
 
@@ -114,7 +114,7 @@ class ReferenceOps(TorchShared):
                 out[group.tokens] = mixed[0, ..., : own.value].transpose(0, 1)
             else:
                 summed = _attend(absorbed(queries, own), memory, kv_layer, group, scale, 0.0, None)
-                out[group.tokens] = put_out(summed, own)
+                out[group.tokens] = project_out(summed, own)
         return out
 
 

@@ -31,7 +31,6 @@ READS = 4
 HEADER = struct.Struct("<BI")
 NUMBER = struct.Struct("<Q")
 MAC_BYTES = 16
-KEY_BYTES = 32
 
 
 class Seal:

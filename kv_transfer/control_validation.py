@@ -52,8 +52,8 @@ def read(data: bytes, expected: Any) -> Any:
 
 def _within_bounds(message: Any) -> bool:
     match message:
-        case GrantRequest(asked=asked):
-            return _request_within_bounds(asked)
+        case GrantRequest(asked=purpose):
+            return _request_within_bounds(purpose)
         case Grant(first_block=first, block_count=count, nonce=nonce):
             return first >= 0 and count >= 0 and first + count <= MAX_BLOCKS and 0 < nonce <= MAX_NONCE
         case Commit(block_count=count, checksums=checksums):
@@ -66,13 +66,13 @@ def _within_bounds(message: Any) -> bool:
     return False
 
 
-def _request_within_bounds(asked: Any) -> bool:
-    match asked:
+def _request_within_bounds(purpose: Any) -> bool:
+    match purpose:
         case Supply(fetch, count, deadline_s) | EmbeddingSupply(fetch, count, deadline_s):
             return fetch > 0 and 0 < count <= MAX_BLOCKS and 0 <= deadline_s <= MAX_DEADLINE_S
         case Copy():
-            return _copy_within_bounds(asked)
-    return _job_within_bounds(asked)
+            return _copy_within_bounds(purpose)
+    return _job_within_bounds(purpose)
 
 
 def _job_within_bounds(job: Job) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.link_messages import Asked, Commit
+from kvferry.protocol.link_messages import Commit, GrantPurpose
 
 
 class BlockMemory(Protocol):
@@ -92,7 +92,7 @@ class GrantEvents(Protocol):
     After `reserve` was answered with blocks, exactly one of `ready` and `failed` follows. `failed` is followed by one
     `quiet`."""
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
         """Reserve blocks for a request, copy or supply; answer with Receiver.granted or Receiver.refused."""
 
     def ready(self, key: TransferKey, commit: Commit) -> None:

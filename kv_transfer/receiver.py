@@ -78,7 +78,7 @@ class Receiver:
     def _post(self, grant: OpenGrant, first_block: int, block_ids: Sequence[int]) -> None:
         """Begin posting the grant's receives."""
         grant.move(GrantState.GRANTED)
-        grant.deadline = self._dock.clock() + grant.asked.deadline_s
+        grant.deadline = self._dock.clock() + grant.purpose.deadline_s
         message = Grant(grant.transfer, first_block, len(block_ids), self._senders.of(grant.peer).nonce)
         grant.message, moved = message, partial(self._moved, grant)
         grant.blocks = Incoming(
@@ -159,10 +159,10 @@ class Receiver:
         if refused is not None:
             self._refuse(peer, request.transfer, refused)
         else:
-            asked = request.asked
-            grant = OpenGrant((peer, request.transfer), asked, self._dock.clock() + asked.deadline_s)
+            purpose = request.asked
+            grant = OpenGrant((peer, request.transfer), purpose, self._dock.clock() + purpose.deadline_s)
             self.transfers.add(grant)
-            self._events.reserve(grant.key, asked)
+            self._events.reserve(grant.key, purpose)
 
     def _committed(self, grant: OpenGrant, commit: Commit) -> None:
         if grant.commit is not None or not grant.live:
@@ -171,7 +171,7 @@ class Receiver:
             text = f"commit of {commit.block_count} blocks for a grant of {grant.count}"
             self._fail(grant, TransferFailed(text), notify=True)
             return
-        if (commit.first is None) == isinstance(grant.asked, Job):
+        if (commit.first is None) == isinstance(grant.purpose, Job):
             text = "a commit carries a first token if and only if its grant is for a job"
             self._fail(grant, TransferFailed(text), notify=True)
             return

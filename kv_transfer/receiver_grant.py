@@ -9,7 +9,7 @@ from kvferry.kv_transfer.incoming import Incoming
 from kvferry.kv_transfer.link import Peer
 from kvferry.kv_transfer.ports import TransferKey
 from kvferry.protocol.errors import DeadlineExceeded, Fenced, Incompatible, KvferryError, TransferFailed
-from kvferry.protocol.link_messages import Asked, Commit, Grant, GrantRequest
+from kvferry.protocol.link_messages import Commit, Grant, GrantPurpose, GrantRequest
 
 COMMIT_TIMEOUT_S = 15.0
 """Maximum time between the last block's arrival and the commit, in seconds; a later commit counts as lost."""
@@ -51,7 +51,7 @@ class OpenGrant:
     unanswered: the engine has not answered `reserve` yet. message, blocks: set when the engine grants."""
 
     key: TransferKey
-    asked: Asked
+    purpose: GrantPurpose
     deadline: float
     state: GrantState = GrantState.NEW
     unanswered: bool = True

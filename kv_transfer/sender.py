@@ -28,7 +28,7 @@ from kvferry.kv_transfer.sender_ship import (
 from kvferry.kv_transfer.transfers import Transfers
 from kvferry.protocol import errors
 from kvferry.protocol.errors import GrantRefused, KvferryError, NodeLost, TransferFailed
-from kvferry.protocol.link_messages import Abort, Asked, CommitAck, Grant, GrantRequest, Refusal
+from kvferry.protocol.link_messages import Abort, CommitAck, Grant, GrantPurpose, GrantRequest, Refusal
 from kvferry.protocol.messages import DecodeTarget, TokenDelta
 from kvferry.protocol.wire import pack
 
@@ -57,7 +57,7 @@ class Sender:
     # Called from any thread.
 
     def offer(
-        self, target: DecodeTarget, asked: Asked, events: ShipEvents | None = None, peer: Peer = None,
+        self, target: DecodeTarget, purpose: GrantPurpose, events: ShipEvents | None = None, peer: Peer = None,
         timeouts: ShipTimeouts | None = None,
     ) -> int:  # fmt: skip
         """Ask the target node for a grant; return the transfer id.
@@ -68,7 +68,9 @@ class Sender:
             self._last_transfer = transfer = self._last_transfer + 1
             receiver = events or self._events
             assert receiver is not None
-            self._dock.submit(lambda: self._offer(transfer, target, asked, receiver, peer, timeouts or self._timeouts))
+            self._dock.submit(
+                lambda: self._offer(transfer, target, purpose, receiver, peer, timeouts or self._timeouts)
+            )
         return transfer
 
     def ship(self, transfer: int, blocks: Sequence[tuple[int, int]]) -> None:
@@ -95,7 +97,7 @@ class Sender:
         self,
         transfer: int,
         target: DecodeTarget,
-        asked: Asked,
+        purpose: GrantPurpose,
         events: ShipEvents,
         source: Peer,
         timeouts: ShipTimeouts,
@@ -103,9 +105,9 @@ class Sender:
         peer, now = source or self._dock.dial(target.link_address), self._dock.clock()
         ship = Ship(transfer, events, target.node_id, peer, now + timeouts.grant_s, self._dock.name, timeouts)
         self.transfers.add(ship)
-        data = pack(GrantRequest(transfer, target.epoch, target.fingerprint, asked))
+        data = pack(GrantRequest(transfer, target.epoch, target.fingerprint, purpose))
         established = source is None or self._dock.is_established(source)
-        error = too_long(asked, len(data)) if established else NodeLost("the node disconnected after its request")
+        error = too_long(purpose, len(data)) if established else NodeLost("the node disconnected after its request")
         ship.unanswered = error is None
         if error is not None:
             self._fail(ship, ship.attribute(error), notify=False)

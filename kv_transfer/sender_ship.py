@@ -13,7 +13,7 @@ from kvferry.kv_transfer.outgoing import Outgoing
 from kvferry.kv_transfer.ports import ShipEvents, ShipStats
 from kvferry.kv_transfer.retransmission import PendingMessage
 from kvferry.protocol.errors import Draining, GrantRefused, InvalidRequest, KvferryError, NodeLost, TransferFailed
-from kvferry.protocol.link_messages import Asked, Commit, EmbeddingSupply, Supply
+from kvferry.protocol.link_messages import Commit, EmbeddingSupply, GrantPurpose, Supply
 from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.process_names import NodeName
 
@@ -168,11 +168,11 @@ class Ship:
         self.state = new
 
 
-def too_long(asked: Asked, size: int) -> KvferryError | None:
+def too_long(purpose: GrantPurpose, size: int) -> KvferryError | None:
     """Return the error for a grant request of `size` bytes if it does not fit into one message, else None."""
     if size <= MAX_MESSAGE_BYTES:
         return None
-    tokens = 0 if isinstance(asked, Supply | EmbeddingSupply) else len(asked.token_ids)
+    tokens = 0 if isinstance(purpose, Supply | EmbeddingSupply) else len(purpose.token_ids)
     text = f"{tokens} tokens do not fit into a grant request of {MAX_MESSAGE_BYTES} bytes"
     return InvalidRequest(text, param="prompt")
 

@@ -49,7 +49,7 @@ def _from_gguf(source: ModelSource) -> ChatTemplates:
     special_tokens = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
     templates = [metadata.get(f"tokenizer.chat_template{suffix}") for suffix in ("", ".tool_use")]
     if odd := [value for value in templates if value is not None and not isinstance(value, str)]:
-        raise ConfigError(f"a chat template of the GGUF file is no text but {odd[0]!r:.80}", param="chat_template")
+        raise ConfigError(f"a chat template of the GGUF file must be text, not {odd[0]!r:.80}", param="chat_template")
     return ChatTemplates(special_tokens, *templates)
 
 

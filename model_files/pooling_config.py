@@ -36,7 +36,7 @@ _SIGMOID = "sigmoid"
 class PoolingConfig:
     """Task of a model and how it pools.
 
-    kind        `classify`: a head over labels, and no vectors; `transcribe`: it writes down speech
+    kind        "classify": a head over labels, and no vectors; "transcribe": it writes down speech
     pooling     how hidden states become a vector (protocol.work.POOLINGS)
     normalize   vectors have length 1
     width       length of a vector, in numbers
@@ -107,8 +107,8 @@ def _classifier(config: dict[str, Any]) -> PoolingConfig:
     labels = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(count))
     one_each = count == 1 or config.get("problem_type") == "multi_label_classification"
     own = config.get("sentence_transformers") or {}
-    asked = str(own.get("activation_fn") or config.get("sbert_ce_default_activation_function") or "")
-    activation = "none" if asked.endswith("Identity") else _SIGMOID if one_each else "softmax"
+    function = str(own.get("activation_fn") or config.get("sbert_ce_default_activation_function") or "")
+    activation = "none" if function.endswith("Identity") else _SIGMOID if one_each else "softmax"
     typed = int(config.get("type_vocab_size") or 0) > 1
     return PoolingConfig("classify", encoder=True, labels=labels, activation=activation, typed=typed)
 

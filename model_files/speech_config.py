@@ -116,7 +116,7 @@ def _speech_config(
     layers, heads, width = (whole(config, name) for name in ("decoder_layers", "decoder_attention_heads", "d_model"))
     encoder_heads, vocab_size = whole(config, "encoder_attention_heads"), whole(config, "vocab_size")
     if width % heads or width % encoder_heads:
-        raise ConfigError(f"config.json: d_model {width} is no multiple of the number of heads", param="model")
+        raise ConfigError(f"config.json: d_model {width} is not a multiple of the number of heads", param="model")
     tokens = _tokens(source.path, tokenizer, rules, bool(rules.get("is_multilingual", vocab_size >= _MULTILINGUAL)))
     if max(tokens.timestamps, *(id for _, id in tokens.languages), 0) >= vocab_size:
         raise ConfigError(f"config.json: vocab_size {vocab_size} lacks tokens of the tokenizer", param="model")

@@ -1,4 +1,4 @@
-"""Chooses, by seconds, the node that encodes a request's images and audio into embeddings (rows)."""
+"""Ranks encode nodes for a request's images and audio by the expected seconds until their embeddings arrive."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def no_nodes(model: str) -> NoNodes:
     return NoNodes(f"the model {model!r} has no decode node at present that can take the request", retry_after=NODES_S)
 
 
-def no_nodes_alike(model: str) -> NoNodes:
+def no_compatible_nodes(model: str) -> NoNodes:
     """Return the error for a stream that began on nodes of a version that no live node has."""
     return NoNodes(
         f"no live node has the version that began this answer of the model {model!r}; nodes of other versions do not "

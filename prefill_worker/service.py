@@ -27,7 +27,7 @@ from kvferry.worker.endpoints import Endpoints
 from kvferry.worker.media_routes import read_attempt
 from kvferry.worker.message_stream import MessageStreamResponse
 from kvferry.worker.reuse_check import audit
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class PrefillService:
 
     Implements `worker.service.Service`. endpoints: endpoints of the node, if they already exist."""
 
-    def __init__(self, base: Base, endpoints: Endpoints | None = None) -> None:
+    def __init__(self, base: NodeParts, endpoints: Endpoints | None = None) -> None:
         self._base = base
         self._answers: dict[Key, Answer] = {}
         self.endpoints = endpoints or Endpoints(base)

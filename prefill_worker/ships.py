@@ -15,7 +15,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.media import without_data
 from kvferry.protocol.messages import DecodeTarget, Job
 from kvferry.worker.endpoints import Endpoints
-from kvferry.worker.service import Base, ship_outcome
+from kvferry.worker.service import NodeParts, ship_outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Ships:
 
     def __init__(
         self,
-        base: Base,
+        base: NodeParts,
         endpoints: Endpoints,
         on_done: Callable[[Job, int, ShipStats], None],
         on_failed: Callable[[Job, int, KvferryError], None],
@@ -50,9 +50,9 @@ class Ships:
 
     def offer(self, target: DecodeTarget, job: Job) -> int:
         """Request a grant of the decode node and return the transfer; the job is computed once granted."""
-        asked = replace(job, media=without_data(job.media))
+        purpose = replace(job, media=without_data(job.media))
         with self._lock:  # the grant may come before `offer` returns
-            transfer = self.sender.offer(target, asked, self)
+            transfer = self.sender.offer(target, purpose, self)
             self._offers[transfer] = Offer(job)
         return transfer
 

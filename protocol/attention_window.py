@@ -1,4 +1,4 @@
-"""Attention windows of layers: sliding (Beltagy et al. 2020), or chunks of a fixed length (Llama 4)."""
+"""`first_seen`: first position that a token attends to in a sliding window (Mistral) or a fixed chunk (Llama 4)."""
 
 from __future__ import annotations
 

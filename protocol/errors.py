@@ -15,14 +15,14 @@ KvferryError                 500 server_error
 │  ├─ RequestTooLarge        413 request_too_large
 │  ├─ UnsupportedMedia       415 unsupported_media_type (a compressed body)
 │  └─ HeaderTooLong          431 header_too_long
-├─ RoleKept                  409 role_kept (a node that was to change its role must not, or not now)
+├─ RoleChangeRefused         409 role_kept (a node that was to change its role must not, or not now)
 ├─ Retryable                 503 unavailable: another attempt can help
 │  ├─ Overloaded             429 overloaded (carries retry_after seconds)
 │  ├─ NoNodes                503 no_nodes
 │  ├─ NodeLost               503 node_lost
-│  │  ├─ NodeDied            503 node_lost (its process ended: its connections were reset)
+│  │  ├─ NodeDown            503 node_lost (its process ended: its connections were reset)
 │  │  └─ Fenced              503 fenced (another process has its place: another epoch)
-│  ├─ StreamGone             503 stream_gone (its frames are not kept any more)
+│  ├─ StreamLost             503 stream_gone (the node no longer keeps the frames that the router misses)
 │  ├─ StepFailed             503 step_failed (this request, on this node; it is well otherwise)
 │  ├─ TransferFailed         503 transfer_failed
 │  │  └─ BlocksCorrupt       503 blocks_corrupt (other bytes arrived than were sent)
@@ -129,7 +129,7 @@ class HeaderTooLong(InvalidRequest):
     status, code = 431, "header_too_long"
 
 
-class RoleKept(KvferryError):
+class RoleChangeRefused(KvferryError):
     status, code, retryable = 409, "role_kept", False
 
 
@@ -149,15 +149,15 @@ class NodeLost(Retryable):
     code = "node_lost"
 
 
-class NodeDied(NodeLost):
-    """Process of a node that ended, as far as can be told without asking the node's machine."""
+class NodeDown(NodeLost):
+    """The node's process has ended: its connections are reset or refused."""
 
 
 class Fenced(NodeLost):
     code = "fenced"
 
 
-class StreamGone(Retryable):
+class StreamLost(Retryable):
     code = "stream_gone"
 
 

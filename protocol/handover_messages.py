@@ -62,7 +62,7 @@ class Handover:
 
 @message(63, checked=True)
 @dataclass(frozen=True, slots=True)
-class RoomLeft:
+class RoomFirstToken:
     """Decode → prefill, answer to a Handover of a room: the first token that came with the blocks."""
 
     first_token: int

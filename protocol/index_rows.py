@@ -1,4 +1,4 @@
-"""Rows and keys of the block index: consecutive blocks of a chain share one key.
+"""Row format of the block index: encodes block hashes so that consecutive blocks of a chain share one key.
 
 Most of a write's cost is per key. A row has ROW_BYTES: one byte for the block's place in its group, then 16 bytes.
 

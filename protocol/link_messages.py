@@ -79,7 +79,7 @@ class NoSupply:
     message: str
 
 
-Asked = Job | Copy | Supply | EmbeddingSupply
+GrantPurpose = Job | Copy | Supply | EmbeddingSupply
 """Contents of a grant request."""
 
 
@@ -93,7 +93,7 @@ class GrantRequest:
     transfer: int
     epoch: int
     fingerprint: str
-    asked: Asked
+    asked: GrantPurpose
 
 
 @message(31, checked=True)

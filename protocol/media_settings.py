@@ -32,6 +32,6 @@ class NodeMediaSettings(CommonSettings):
         False, "load no tower for images or audio: prompts hold only text, and the tower takes no memory"
     )
     mm_processor_cache_gb: float = setting(
-        0.25, "GB of the model's representations of images and audio that each node keeps for prompts to come; 0: none",
+        0.25, "GB of the model's representations of images and audio that each node keeps for later prompts; 0: none",
         min=0, max=2**20,
     )  # fmt: skip

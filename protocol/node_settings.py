@@ -83,7 +83,7 @@ class AdapterSettings(NodeSettings, EngineSettings):
     )
     canary_rate: float = setting(
         0.0,
-        "share of transferred prompts that a decode engine computes itself to compare tokens, 0 to 1; 0: none",
+        "share of transferred prompts that a decode engine recomputes to compare tokens, 0 to 1; 0: none",
         min=0,
         max=1,
     )

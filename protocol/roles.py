@@ -12,9 +12,9 @@ from kvferry.protocol.wire import message
 class ChangeRole:
     """Router → node with --elastic, `POST /role`: take this role.
 
-    Answered once the change has begun, or if the node has the role; the lease shows when it is done. Refused (RoleKept)
-    if a node of the same model changed its role less than `rest_s` seconds ago or is about to, or if this is the last
-    ready node of its role."""
+    Answered once the change has begun, or if the node has the role; the lease shows when it is done. Refused
+    (RoleChangeRefused) if a node of the same model changed its role less than `rest_s` seconds ago or is about to, or
+    if this is the last ready node of its role."""
 
     role: str
     rest_s: float = 0.0

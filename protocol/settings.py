@@ -106,7 +106,9 @@ class RouterSettings(BatchSettings, ResumeSettings):
     )
     canary_weight: float = setting(-1.0, CANARY_WEIGHT, min=-1, max=1)
     canary_engine: str = setting("newest", CANARY_ENGINE)
-    canary_by: str = setting("request", "whether requests or whole tenants go there", choices=("request", "tenant"))
+    canary_by: str = setting(
+        "request", "unit that goes to the canary nodes: single requests or whole tenants", choices=("request", "tenant")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,16 +209,16 @@ class WorkerSettings(HostSettings, NodeMediaSettings):
     lora: tuple[str, ...] = setting((), "adapter to load, as name=path of a directory in PEFT's layout; repeatable")
     max_loras: int = setting(8, "adapters that a node holds at most", min=1)
     max_lora_rank: int = setting(64, "largest rank of an adapter", min=1)
-    respawned: bool = setting(False, "whether another process follows when this one has ended", hidden=True)
+    respawned: bool = setting(False, "whether a supervisor restarts this process when it ends", hidden=True)
     pools_apart: bool = setting(False, "have ranks on a CPU keep pools of their own, as on GPUs", hidden=True)
     cores_fd: int = setting(
-        -1, "descriptor of what processes on the same cores share (engine/shared_cores)", hidden=True
+        -1, "descriptor of the memory shared with processes on the same cores (engine/shared_cores)", hidden=True
     )
-    weights_fd: int = setting(-1, "descriptor of the weights' one copy (runtime/shared_file.py)", hidden=True)
+    weights_fd: int = setting(-1, "descriptor of the shared copy of the weights (runtime/shared_file.py)", hidden=True)
     verify_checksums: float = setting(1.0, "share of shipped blocks whose checksum is verified, 0 to 1", min=0, max=1)
     canary_rate: float = setting(
         0.0,
-        "share of the ships whose prompt a decode node, idle, computes itself to compare, 0 to 1; 0: none",
+        "share of the shipped prompts that an idle decode node recomputes for comparison, 0 to 1; 0: none",
         min=0,
         max=1,
     )

@@ -1,4 +1,4 @@
-"""Message by which a router acknowledges the frames of a node's token stream (`Seen`)."""
+"""`FrameAck`: message by which a router acknowledges the frames of a node's token stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.protocol.wire import message
 
 @message(45, checked=True)
 @dataclass(frozen=True, slots=True)
-class Seen:
+class FrameAck:
     """Router → node, `POST /streams/{router_id}/seen`, every second: frames up to `number` have arrived.
 
     A router that stops sending it counts as frozen."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from dataclasses import dataclass
 
 from kvferry.protocol.errors import InvalidRequest
@@ -16,16 +18,16 @@ message(1, checked=True)(SamplingParams)
 class Grammar:
     """Constraint on the output as data: `kind` says how to read `source`.
 
-    json_schema     source is a JSON schema, as JSON text ("{}" is any JSON value)
-    json_object     any JSON object; source is empty
-    regex           a regular expression (Rust's `regex` syntax) that matches the whole output
-    choice          a JSON list of texts; the whole output is one of them
-    lark            a grammar in llguidance's Lark notation; its rule `start` is the whole output. It mixes literal
-                    text, special tokens by id `<[17]>` and JSON schemas `%json {...}`: structured_output/lark.py writes
-                    these pieces. End-of-sequence tokens are not named: the output may end where the grammar is complete
-    ebnf            a grammar in GBNF / EBNF notation; its rule `root` is the whole output
-    structural_tag  JSON text: free text in which certain words open a part with a grammar of its own
-                    (structured_output/structural.py)
+    "json_schema"     source is a JSON schema, as JSON text ("{}" is any JSON value)
+    "json_object"     any JSON object; source is empty
+    "regex"           a regular expression (Rust's `regex` syntax) that matches the whole output
+    "choice"          a JSON list of texts; the whole output is one of them
+    "lark"            a grammar in llguidance's Lark notation; its rule `start` is the whole output. It mixes literal
+                      text, special tokens by id `<[17]>` and JSON schemas `%json {...}`, which structured_output
+                      writes. End-of-sequence tokens are not named: the output may end where the grammar is complete
+    "ebnf"            a grammar in GBNF / EBNF notation; its rule `root` is the whole output
+    "structural_tag"  JSON text: free text in which certain words open a part with a grammar of its own
+                      (structured_output/structural.py)
 
     lenient         of JSON schemas: ignore keywords that cannot be enforced, instead of rejecting them
     whitespace      of JSON: a regular expression for whitespace between tokens; None: as Python's json.dumps writes it;
@@ -66,7 +68,7 @@ POOLINGS = ("last", "cls", "mean")
 class Embed:
     """Work that returns a vector of the prompt, from hidden states after the final norm.
 
-    pooling     last: of the last token; cls: of the first; mean: over all
+    pooling     "last": of the last token; "cls": of the first; "mean": over all
     normalize   scale to length 1
     dimensions  number of dimensions to keep, before normalising; 0: all"""
 
@@ -119,3 +121,12 @@ class Classify:
 
 Work = Generate | Embed | Classify
 """Kinds of work. Embed and Classify are answered by one TokenDelta without tokens, with `vector` as the result."""
+
+
+def floats(vector: bytes) -> array[float]:
+    """Decode a vector: float32, little-endian."""
+    found = array("f")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found

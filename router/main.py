@@ -37,7 +37,7 @@ from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.nodes.node_source import LastNodes
 from kvferry.router.role_rebalancing import RoleRebalancer
 from kvferry.router.tenants.tenant_registry import TenantRegistry
-from kvferry.router.text.load import load_text_models
+from kvferry.router.text.loader import load_text_models
 from kvferry.router.worker_peers.exposition import scraped
 from kvferry.router.worker_peers.peers import WorkerPeers
 from kvferry.runtime.address import host_port
@@ -235,9 +235,9 @@ async def _serve_until_stopped(
 
 async def _drain(server: uvicorn.Server, serving: asyncio.Task[None], stop: StopSignal) -> None:
     server.should_exit = True
-    hurry_task = asyncio.create_task(stop.hurry.wait())
-    await asyncio.wait((serving, hurry_task), return_when=asyncio.FIRST_COMPLETED)
-    hurry_task.cancel()
+    forced_task = asyncio.create_task(stop.forced.wait())
+    await asyncio.wait((serving, forced_task), return_when=asyncio.FIRST_COMPLETED)
+    forced_task.cancel()
     if not serving.done():
         await asyncio.wait((serving,), timeout=HURRY_S)
         for task in server.server_state.tasks:

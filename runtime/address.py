@@ -1,7 +1,8 @@
-"""Parsing and formatting of host:port addresses, with IPv6 brackets, and checks of host names."""
+"""Parsing and formatting of host:port addresses, with IPv6 brackets; checks and asynchronous lookup of host names."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 
@@ -66,3 +67,9 @@ def is_loopback(host: str) -> bool:
 def dialable(host: str) -> str:
     """Return the address at which this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - binds nothing
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """Return all addresses of a host. Raises OSError, and UnicodeError for a name that cannot be one."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from kvferry.runtime.first_step import ENDED
+from kvferry.runtime.eager_start import ENDED
 
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
 """Headers that tell where a response ends."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 class StopSignal:
     """Stop request of a process, for one asyncio loop.
 
-    SIGTERM sets `requested`: running work may finish. SIGINT or a second signal also sets `hurry`."""
+    SIGTERM sets `requested`: running work may finish. SIGINT or a second signal also sets `forced`."""
 
     def __init__(self) -> None:
-        self.requested, self.hurry = asyncio.Event(), asyncio.Event()
+        self.requested, self.forced = asyncio.Event(), asyncio.Event()
 
     def listen(self) -> None:
         """Start handling SIGTERM and SIGINT."""
@@ -23,12 +23,12 @@ class StopSignal:
             loop.add_signal_handler(number, self.handle, number)
 
     def drain_window(self, seconds: float) -> Callable[[], bool]:
-        """Return a function that is true while running work may finish: for `seconds`, unless `hurry` is set."""
+        """Return a function that is true while running work may finish: for `seconds`, unless `forced` is set."""
         deadline = time.monotonic() + seconds
-        return lambda: not self.hurry.is_set() and time.monotonic() < deadline
+        return lambda: not self.forced.is_set() and time.monotonic() < deadline
 
     def handle(self, number: int) -> None:
         """Handle a signal."""
         if number == signal.SIGINT or self.requested.is_set():
-            self.hurry.set()
+            self.forced.set()
         self.requested.set()

@@ -15,7 +15,7 @@ from kvferry.simulate.machine import Machine
 from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.world import Loss
 
@@ -62,7 +62,7 @@ def simulate_command(
     results: dict[str, dict[str, list[Figures]]] = {}
 
     def play(
-        name: str, factor: float, asks: Sequence[Scenario], losses: Sequence[Loss], models: tuple[str, ...]
+        name: str, factor: float, asks: Sequence[TraceRequest], losses: Sequence[Loss], models: tuple[str, ...]
     ) -> None:
         name = f"{name} at {factor:g}" if len(load) > 1 else name
         shape = Shape(prefill, decode, machine, models, eviction, encode)
@@ -88,7 +88,7 @@ def simulate_command(
     return 0
 
 
-def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[Scenario]:
+def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[TraceRequest]:
     """Read the trace's requests, and say so if only the first `most` are used."""
     asks = read_trace(path, machine.block_size, speed=load, most=most)
     if len(asks) == most:

@@ -17,7 +17,7 @@ from kvferry.simulate.peer_policies import OTHERS
 from kvferry.simulate.policy import Policy
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, figures, media_figures
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.workloads import WORKLOADS
 from kvferry.simulate.world import Loss, World
@@ -61,7 +61,7 @@ CASES: Mapping[str, Case] = {
 def simulated(
     name: str,
     shape: Shape,
-    trace: Sequence[Scenario],
+    trace: Sequence[TraceRequest],
     goal: Goal,
     losses: Sequence[Loss] = (),
     pace: SimulationProgress | None = None,
@@ -97,7 +97,7 @@ def _quiet_routers() -> Iterator[None]:
         log.setLevel(before)
 
 
-def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
+def check_fits(trace: Sequence[TraceRequest], shape: Shape) -> None:
     """Raise ConfigError where a request of the trace fits no node."""
     for ask in trace:
         needed = shape.machine.blocks_for(ask.prompt_len + ask.output_len)
@@ -111,7 +111,7 @@ def check_fits(trace: Sequence[Scenario], shape: Shape) -> None:
             )
 
 
-def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
+def check_span(trace: Sequence[TraceRequest], param: str = "load") -> None:
     """Raise ConfigError for the setting `param` if arrivals span more than MAX_S.
 
     Leases are renewed all the time, so a long span is slow to simulate even if few requests arrive."""
@@ -122,19 +122,19 @@ def check_span(trace: Sequence[Scenario], param: str = "load") -> None:
         )
 
 
-def losses_of(count: int, trace: Sequence[Scenario], rate: float) -> list[Loss]:
+def losses_of(count: int, trace: Sequence[TraceRequest], rate: float) -> list[Loss]:
     """Return `count` losses of nodes, spread over the time in which the trace's requests arrive."""
     span_s = len(trace) / rate
     roles = ("prefill", "decode")
     return [Loss((i + 1) * span_s / (count + 1), roles[i % 2], (0.37 * i) % 1) for i in range(count)]
 
 
-def case(name: str, asked: TraceParams) -> tuple[list[Scenario], list[Loss], tuple[str, ...]]:
+def case(name: str, params: TraceParams) -> tuple[list[TraceRequest], list[Loss], tuple[str, ...]]:
     """Return a case's trace, losses and models. Raises ConfigError.
 
-    asked: its rate is a multiple of the case's usual rate."""
+    params: its rate is a multiple of the case's usual rate."""
     check_known("workload", name, CASES)
     which = CASES[name]
-    given = replace(asked, rate=which.rate * asked.rate)
+    given = replace(params, rate=which.rate * params.rate)
     trace = WORKLOADS[which.workload](given)
     return trace, losses_of(which.losses, trace, given.rate), tuple(sorted({ask.model for ask in trace}))

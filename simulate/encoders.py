@@ -1,4 +1,4 @@
-"""EncodePool: simulated encode nodes with caches of rows, chosen for a request's media by the router's own rule."""
+"""EncodePool: simulated encode nodes with embedding caches, chosen for a request's media by the router's own rule."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from kvferry.placement.encoders import Encoder, ranked
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.machine import Machine
+from kvferry.simulate.media_cache import MediaCache
 from kvferry.simulate.node import Node, Run
-from kvferry.simulate.rows import Rows
-from kvferry.simulate.scenario import Medium
+from kvferry.simulate.trace_request import Medium
 
 
 class EncodeNode:
     """Simulated encode node, which encodes in order of arrival. busy_s: seconds spent on it."""
 
     def __init__(self, name: str, machine: Machine) -> None:
-        self.key, self.machine, self.rows = (name, 1), machine, Rows(machine.media_cache_tokens)
+        self.key, self.machine, self.rows = (name, 1), machine, MediaCache(machine.media_cache_tokens)
         self.free_at, self.busy_s = 0.0, 0.0
 
     def seen(self, items: Sequence[Medium], now: float) -> Encoder:
@@ -44,8 +44,8 @@ class EncodePool:
     def __init__(self, model: str, count: int, machine: Machine, clock: Clock) -> None:
         self.nodes = [EncodeNode(f"{model}-encode-{number:04}", machine) for number in range(count)]
         self._machine, self._clock = machine, clock
-        self._kept = defaultdict[tuple[str, int], Rows](lambda: Rows(machine.media_cache_tokens))
-        """Rows of the nodes of prompts, by name and epoch."""
+        self._kept = defaultdict[tuple[str, int], MediaCache](lambda: MediaCache(machine.media_cache_tokens))
+        """MediaCache of the nodes of prompts, by name and epoch."""
         self.tokens = self.encoded = 0
 
     def encode(self, run: Run, node: Node, done: Callable[[], None]) -> None:

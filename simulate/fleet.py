@@ -16,7 +16,7 @@ from kvferry.simulate.encoders import EncodePool
 from kvferry.simulate.eviction import EVICTIONS
 from kvferry.simulate.machine import LARGE, Machine
 from kvferry.simulate.node import Node
-from kvferry.simulate.report import lease_of
+from kvferry.simulate.node_lease import lease_of
 
 SLICES = 10
 """Parts of the fleet that renew their leases one after the other."""

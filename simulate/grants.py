@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
-from kvferry.simulate.scenario import Run
+from kvferry.simulate.trace_request import Run
 
 Granted = Callable[[int], None]
 """Callback of a grant, called with the number of the stream's blocks that are in the pool."""

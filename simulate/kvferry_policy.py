@@ -20,7 +20,7 @@ from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.request_targets import RequestTargets
 from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.dispatch.shared import Shared
+from kvferry.router.dispatch.router_services import RouterServices
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
@@ -32,7 +32,7 @@ from kvferry.simulate.fleet import Fleet
 from kvferry.simulate.node import Node, Run
 from kvferry.simulate.policy import Choice
 from kvferry.simulate.results import Goal
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 
 LOOKUP_S = 60.0
 """Timeout of an index lookup, in seconds; on the virtual clock every lookup is instant."""
@@ -69,7 +69,7 @@ class KvferryPolicy:
         prefixes = Prefixes(fleet.store, metrics, LOOKUP_S, clock)
         deaths, request_log = PoisonRequests(clock), RequestLog()
         background_calls = BackgroundCalls()
-        shared = Shared(
+        shared = RouterServices(
             self.table,
             client,
             prefixes,
@@ -128,7 +128,7 @@ class KvferryPolicy:
         self._expected[run] = cluster.inflight_prefixes.sent(hashes, computing.key)
         return Choice(prefill, decode)
 
-    def _before(self, ask: Scenario) -> int:
+    def _before(self, ask: TraceRequest) -> int:
         """Return how many placed requests come before this one: background requests give way to all others."""
         return self._taken[ask.model, False] + (self._taken[ask.model, True] if ask.background else 0)
 
@@ -143,7 +143,7 @@ class KvferryPolicy:
         made = self._requests[run] = RequestTargets(call, cluster, Delivered(run), displace, lambda _: None)
         return made
 
-    def _itl_s(self, ask: Scenario) -> float:
+    def _itl_s(self, ask: TraceRequest) -> float:
         return self._targets.itl_s if self._targets and ask.output_len > 1 and not ask.background else inf
 
     def _displace(self, run: Run) -> None:

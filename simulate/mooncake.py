@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import hashes_of
 
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -26,7 +26,7 @@ MAX_MS = 10**15
 """Largest timestamp in milliseconds, beyond which a float loses milliseconds."""
 
 
-def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[Scenario]:
+def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[TraceRequest]:
     """Return the first `most` requests of the trace (0: all), shifted to begin at 0.
 
     speed: factor by which they arrive faster. Lines need not be in order of time. Raises ConfigError naming the wrong
@@ -48,7 +48,7 @@ def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0
     return [replace(ask, at=ask.at - begun) for ask in trace]
 
 
-def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: Path) -> Iterator[Scenario]:
+def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: Path) -> Iterator[TraceRequest]:
     number = 0
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
@@ -64,7 +64,7 @@ def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: 
             return
 
 
-def _ask(number: int, row: Any, block_size: int, speed: float) -> Scenario:
+def _ask(number: int, row: Any, block_size: int, speed: float) -> TraceRequest:
     if type(row) is not dict:
         raise ValueError("a request must be an object")
     if missing := [name for name in FIELDS if name not in row]:
@@ -90,7 +90,7 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> Scenario:
         own = hashes_of([(f"own{number}", prompt - whole * block_size + max(1, output))], block_size)
         hashes = [*hashes, *own]
     session = str(ids[0]) if ids else str(number)
-    return Scenario(number, at / 1000 / speed, prompt, max(1, output), tuple(hashes), session=session)
+    return TraceRequest(number, at / 1000 / speed, prompt, max(1, output), tuple(hashes), session=session)
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:

@@ -12,9 +12,9 @@ from kvferry.simulate.grants import Granted, Grants
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.prompts import Prompt, Prompts
-from kvferry.simulate.scenario import RunOf
 from kvferry.simulate.streams import Streams
 from kvferry.simulate.tiers import Tiers
+from kvferry.simulate.trace_request import RequestRun
 from kvferry.worker.step_time_fit import StepTimeFit
 
 WEIGHT = 0.1
@@ -232,5 +232,5 @@ class Node:
             self._rate += WEIGHT * (prompt.tokens / prompt.spent_s - self._rate)
 
 
-Run = RunOf[Node]
+Run = RequestRun[Node]
 """Run on these nodes."""

@@ -12,7 +12,7 @@ from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
 BUSY = 0.7
@@ -100,7 +100,7 @@ def guess(need: Need, machine: Machine, goal: Goal) -> tuple[int, int]:
     return max(1, math.ceil(prefill)), max(1, math.ceil(decode))
 
 
-def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[Scenario]:
+def trace_of(need: Need, requests: int, seed: int, block_size: int) -> list[TraceRequest]:
     """Return requests at random times, with log-normal lengths around the needed means."""
     writer = Writer(TraceParams(requests, need.rate, seed, block_size), "plan")
     shrink = math.exp(-SPREAD * SPREAD / 2)

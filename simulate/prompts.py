@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from kvferry.simulate.scenario import Run
+from kvferry.simulate.trace_request import Run
 
 
 @dataclass(slots=True, order=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
-from kvferry.simulate.scenario import Run
+from kvferry.simulate.trace_request import Run
 
 NEAR = 1e-6
 """Tolerance in steps for rounding errors."""

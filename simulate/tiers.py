@@ -11,7 +11,7 @@ from kvferry.protocol.labels import OWN_TIERS
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import COPY_KEPT, Memory
-from kvferry.simulate.scenario import Run
+from kvferry.simulate.trace_request import Run
 
 GROUP = 64
 """Maximum number of blocks of a chain that are written together (kv_transfer/tiers/files.py)."""

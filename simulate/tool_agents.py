@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
 
@@ -25,24 +25,24 @@ TOOLS = (
 )  # fmt: skip
 
 
-def tool_agents(asked: TraceParams) -> list[Scenario]:
+def tool_agents(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of agents of 12 applications, whose only tool takes 1 to 60 s, beside requests that come once.
 
     A task takes 4 to 20 tool calls and ends with an answer; two of five users then go on, 90 s later on average. Three
     of ten requests are not part of a task."""
-    return _tool_agents(Writer(asked, "tool-agents"), ONE_TOOL)
+    return _tool_agents(Writer(params, "tool-agents"), ONE_TOOL)
 
 
-def several_tools(asked: TraceParams) -> list[Scenario]:
+def several_tools(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of the same agents with six tools, from reading a file to building a program."""
-    return _tool_agents(Writer(asked, "several-tools"), TOOLS)
+    return _tool_agents(Writer(params, "several-tools"), TOOLS)
 
 
-def _tool_agents(writer: Writer, tools: Sequence[Tool]) -> list[Scenario]:
-    asked = writer.asked
-    once, tasks = asked.count * 3 // 10, asked.rate * 0.7 / 20
+def _tool_agents(writer: Writer, tools: Sequence[Tool]) -> list[TraceRequest]:
+    params = writer.params
+    once, tasks = params.count * 3 // 10, params.rate * 0.7 / 20
     for at in writer.times(tasks):
-        if len(writer.trace) >= asked.count - once:
+        if len(writer.trace) >= params.count - once:
             break
         _agent(writer, at, tools)
     last = max(ask.at for ask in writer.trace if ask.after < 0)

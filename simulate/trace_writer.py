@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
-from kvferry.simulate.scenario import Medium, Scenario
+from kvferry.simulate.trace_request import Medium, TraceRequest
 
 Piece = tuple[str, int]
 """Piece of text: an identifier of its content, and its length in tokens."""
@@ -51,14 +51,14 @@ class TraceParams:
 class Writer:
     """Collects a trace, with random times and lengths."""
 
-    def __init__(self, asked: TraceParams, name: str) -> None:
-        self.asked, self.rng = asked, random.Random(f"{asked.seed}/{name}")
-        self.trace: list[Scenario] = []
+    def __init__(self, params: TraceParams, name: str) -> None:
+        self.params, self.rng = params, random.Random(f"{params.seed}/{name}")
+        self.trace: list[TraceRequest] = []
 
     @property
     def full(self) -> bool:
         """Return whether the trace has all requests."""
-        return len(self.trace) >= self.asked.count
+        return len(self.trace) >= self.params.count
 
     def times(self, rate: float) -> Iterator[float]:
         """Yield random arrival times in seconds, as a Poisson process."""
@@ -78,14 +78,14 @@ class Writer:
         """Add a request and return its output as a piece. media: names of the pieces that are pictures or clips."""
         number = len(self.trace)
         said = (f"out{number}", output)
-        hashes = hashes_of([*prompt, said], self.asked.block_size)
+        hashes = hashes_of([*prompt, said], self.params.block_size)
         length = sum(tokens for _, tokens in prompt)
         name = session or f"s{number}"
         starts = accumulate((tokens for _, tokens in prompt), initial=0)
         shown = tuple(
             Medium(piece, at, tokens) for (piece, tokens), at in zip(prompt, starts, strict=False) if piece in media
         )
-        self.trace.append(Scenario(number, at, length, output, hashes, after, name, tool=tool, media=shown))
+        self.trace.append(TraceRequest(number, at, length, output, hashes, after, name, tool=tool, media=shown))
         return said
 
     def conversation(

@@ -5,40 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from kvferry.simulate.scenario import Scenario
 from kvferry.simulate.tool_agents import several_tools, tool_agents
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
 PICTURE_TOKENS = (256, 640, 1280)
 """Tokens that stand for a picture."""
 
 
-def low_sharing(asked: TraceParams) -> list[Scenario]:
+def low_sharing(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of prompts that share no prefix."""
-    writer = Writer(asked, "low")
-    for at in writer.times(asked.rate):
+    writer = Writer(params, "low")
+    for at in writer.times(params.rate):
         if writer.full:
             return writer.trace
         writer.request(at, [(f"p{len(writer.trace)}", writer.length(1500))], writer.length(200))
     return writer.trace
 
 
-def hot_prefix(asked: TraceParams) -> list[Scenario]:
+def hot_prefix(params: TraceParams) -> list[TraceRequest]:
     """Return a trace in which all prompts share one long system prompt."""
-    writer = Writer(asked, "hot")
-    for at in writer.times(asked.rate):
+    writer = Writer(params, "hot")
+    for at in writer.times(params.rate):
         if writer.full:
             return writer.trace
         writer.request(at, [("system", 6000), (f"p{len(writer.trace)}", writer.length(400))], writer.length(150))
     return writer.trace
 
 
-def many_prefixes(asked: TraceParams) -> list[Scenario]:
+def many_prefixes(params: TraceParams) -> list[TraceRequest]:
     """Return a trace with hundreds of long prefixes of different popularity, more than a node can hold."""
-    writer = Writer(asked, "many")
+    writer = Writer(params, "many")
     names = range(400)
     weights = [1 / (1 + name) ** 0.6 for name in names]
-    for at in writer.times(asked.rate):
+    for at in writer.times(params.rate):
         if writer.full:
             return writer.trace
         (name,) = writer.rng.choices(names, weights)
@@ -46,21 +46,21 @@ def many_prefixes(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def chat(asked: TraceParams) -> list[Scenario]:
+def chat(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of conversations of several turns, from a few applications."""
-    return _conversations(asked, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
+    return _conversations(params, "chat", turns=8, first=(10, 3000), said=1500, output=250, pause_s=5.0)
 
 
-def agents(asked: TraceParams) -> list[Scenario]:
+def agents(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of tool-call loops: long tool results, short outputs, short pauses."""
-    return _conversations(asked, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
+    return _conversations(params, "agents", turns=15, first=(20, 4000), said=700, output=80, pause_s=1.5)
 
 
 def _conversations(
-    asked: TraceParams, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
-) -> list[Scenario]:
-    writer = Writer(asked, name)
-    for at in writer.times(asked.rate / turns):
+    params: TraceParams, name: str, *, turns: int, first: tuple[int, int], said: int, output: int, pause_s: float
+) -> list[TraceRequest]:
+    writer = Writer(params, name)
+    for at in writer.times(params.rate / turns):
         if writer.full:
             break
         system = (f"app{writer.rng.randrange(first[0])}", first[1])
@@ -68,22 +68,22 @@ def _conversations(
     return writer.trace
 
 
-def bursts(asked: TraceParams) -> list[Scenario]:
+def bursts(params: TraceParams) -> list[TraceRequest]:
     """Return a trace in which two of ten seconds have six tenths of the requests; requests share prefixes."""
-    writer = Writer(asked, "bursts")
+    writer = Writer(params, "bursts")
     now = 0.0
     while not writer.full:
-        now += writer.rng.expovariate(asked.rate * (3.0 if now % 10 < 2 else 0.5))
+        now += writer.rng.expovariate(params.rate * (3.0 if now % 10 < 2 else 0.5))
         prefix = f"b{writer.rng.randrange(30)}"
         writer.request(now, [(prefix, 2048), (f"p{len(writer.trace)}", writer.length(800))], writer.length(150))
     return writer.trace
 
 
-def documents(asked: TraceParams) -> list[Scenario]:
+def documents(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of long documents, with a few questions about each within a minute."""
-    writer = Writer(asked, "documents")
+    writer = Writer(params, "documents")
     questions = 4
-    for at in writer.times(asked.rate / questions):
+    for at in writer.times(params.rate / questions):
         if writer.full:
             break
         name, length = f"d{len(writer.trace)}", min(writer.length(24_000, 0.5), 80_000)
@@ -95,12 +95,12 @@ def documents(asked: TraceParams) -> list[Scenario]:
     return sorted(writer.trace, key=lambda ask: ask.at)
 
 
-def pictures(asked: TraceParams) -> list[Scenario]:
+def pictures(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of chats about pictures: half of them are new, the others of different popularity."""
-    writer, turns = Writer(asked, "pictures"), 2
+    writer, turns = Writer(params, "pictures"), 2
     names = range(300)
     weights = [1 / (1 + name) for name in names]
-    for at in writer.times(asked.rate / turns):
+    for at in writer.times(params.rate / turns):
         if writer.full:
             break
         (known,) = writer.rng.choices(names, weights)
@@ -113,21 +113,21 @@ def pictures(asked: TraceParams) -> list[Scenario]:
     return writer.trace
 
 
-def batch_rows(asked: TraceParams) -> list[Scenario]:
+def batch_rows(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of prompts that share no prefix; half of them are a batch's rows, for which nobody waits."""
-    return [replace(ask, background=ask.number % 2 > 0) for ask in low_sharing(asked)]
+    return [replace(ask, background=ask.number % 2 > 0) for ask in low_sharing(params)]
 
 
-def mixed_models(asked: TraceParams) -> list[Scenario]:
+def mixed_models(params: TraceParams) -> list[TraceRequest]:
     """Return a trace for two models on separate nodes: agents for one, unshared prompts for the other."""
-    half = replace(asked, count=-(-asked.count // 2))
-    first = agents(replace(half, rate=asked.rate * 0.7))
-    others = [replace(ask, model="n") for ask in low_sharing(replace(half, rate=asked.rate * 0.3))]
+    half = replace(params, count=-(-params.count // 2))
+    first = agents(replace(half, rate=params.rate * 0.7))
+    others = [replace(ask, model="n") for ask in low_sharing(replace(half, rate=params.rate * 0.3))]
     moved = len(first)
     return first + [replace(ask, number=ask.number + moved, session=f"n{ask.session}") for ask in others]
 
 
-WORKLOADS: Mapping[str, Callable[[TraceParams], list[Scenario]]] = {
+WORKLOADS: Mapping[str, Callable[[TraceParams], list[TraceRequest]]] = {
     "low-sharing": low_sharing,
     "hot-prefix": hot_prefix,
     "many-prefixes": many_prefixes,

@@ -16,7 +16,7 @@ from kvferry.simulate.fleet import Fleet, Shape
 from kvferry.simulate.node import Node, Run
 from kvferry.simulate.policy import Policy
 from kvferry.simulate.progress import SimulationProgress
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 
 POLL_S = 0.5
 """Seconds between two reads of the registry by a router."""
@@ -43,7 +43,7 @@ class World:
         self,
         shape: Shape,
         policy: Policy,
-        trace: Sequence[Scenario],
+        trace: Sequence[TraceRequest],
         losses: Sequence[Loss] = (),
         pace: SimulationProgress | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class World:
         self._waiting: deque[Run] = deque()
         self._background: deque[Run] = deque()
         self._displaced: list[Run] = []
-        self._after: dict[int, list[Scenario]] = {}
+        self._after: dict[int, list[TraceRequest]] = {}
         self._placing = False
 
     async def play(self) -> None:
@@ -81,7 +81,7 @@ class World:
         self.clock.soon(POLL_S, self._poll)
         await self._place_waiting()
 
-    def _arrival(self, ask: Scenario) -> Action:
+    def _arrival(self, ask: TraceRequest) -> Action:
         async def arrive() -> None:
             run = Run(ask, self.clock.now)
             self.runs.append(run)
@@ -165,11 +165,11 @@ class World:
             if run.attempt == attempt:
                 self._finish(run)
 
-        def asked() -> None:
+        def request_grant() -> None:
             if run.attempt == attempt:
                 decode.grant(run, granted)
 
-        begun = partial(self.fleet.encoders[run.ask.model].encode, run, prefill or decode, asked)
+        begun = partial(self.fleet.encoders[run.ask.model].encode, run, prefill or decode, request_grant)
         if overhead_s := decode.machine.overhead_s:
             self.clock.soon(overhead_s, begun)
         else:

@@ -104,7 +104,7 @@ class SpeechNode:
         if self.loaded.fault:
             return 503, {"status": "broken", "fault": self.loaded.fault, **body}
         status = "ready" if not self._unready() else "draining" if self.loaded.draining else "joining"
-        return 200, {"status": status, "pulse": asdict(self.loaded.vitals.pulse), **body}
+        return 200, {"status": status, "pulse": asdict(self.loaded.liveness.pulse), **body}
 
     def _unready(self) -> str:
         """Return why the node takes no new work; empty if it does."""

@@ -19,8 +19,8 @@ from kvferry.protocol.worker_metrics import WorkerMetrics
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.suspend_aware_clock import LoopClock
 from kvferry.speech_worker.assembly import SpeechParts
+from kvferry.speech_worker.liveness import SpeechLiveness
 from kvferry.speech_worker.service import SpeechService
-from kvferry.speech_worker.vitals import SpeechVitals
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.membership import WITHDRAW_S, Membership
 from kvferry.worker.node_address import NodeAddress
@@ -53,10 +53,10 @@ class SpeechRuntime:
         (self._served_names,) = split_names(settings.served_model_name, 1)
         self.draining, self.broken = False, asyncio.Event()
         loop, self._clock = asyncio.get_running_loop(), LoopClock()
-        self.vitals = SpeechVitals(parts.model.loop, self._clock)
+        self.liveness = SpeechLiveness(parts.model.loop, self._clock)
         self.service = SpeechService(parts.model, speech, settings.max_num_seqs, settings.max_audio_seconds)
         self._routes = MediaRoutes(address.app, self.service, lambda: None if self.draining else {})
-        self._streams = RouterStreams(epoch, lambda: self.vitals.pulse, lambda router: None, self._clock)
+        self._streams = RouterStreams(epoch, lambda: self.liveness.pulse, lambda router: None, self._clock)
         self._streams.mount(address.app)
         self.membership = Membership(store, self.lease, list, metrics)
 
@@ -68,7 +68,7 @@ class SpeechRuntime:
             log.critical("%s exits at once: %s", address.node_id, fault)
             die()
 
-        self._watchdog = Watchdog(self.vitals, on_fault, force_exit, of_process=True)
+        self._watchdog = Watchdog(self.liveness, on_fault, force_exit, of_process=True)
         parts.model.loop.start()
         self._clock.start()
         self._watchdog.start()
@@ -76,7 +76,7 @@ class SpeechRuntime:
     @property
     def fault(self) -> str | None:
         """Return why the process must end; None: no fault."""
-        return self.vitals.fault
+        return self.liveness.fault
 
     @property
     def description(self) -> dict[str, str]:
@@ -108,7 +108,7 @@ class SpeechRuntime:
             load=self._load,
             served_names=self._served_names,
             max_num_seqs=self._settings.max_num_seqs,
-            pulse=self.vitals.pulse,
+            pulse=self.liveness.pulse,
             modalities=(TRANSCRIPTION,),
             pressure=self._pressure,
         )
@@ -137,7 +137,7 @@ class SpeechRuntime:
             await self.membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)
         self.draining = True
         log.info("%s drains", self._address.node_id)
-        if not stop.hurry.is_set():
+        if not stop.forced.is_set():
             await self.membership.announce()
         while self._routes.running and may_wait():  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -37,7 +37,7 @@ _TRIES = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _Trial:
     grammar: Grammar
     verdict: asyncio.Future[str | None]
     lane: _Lane
@@ -55,7 +55,7 @@ class _Lane:
 @dataclass(slots=True, eq=False)
 class _Child:
     process: asyncio.subprocess.Process
-    asked: dict[int, _Asked] = field(default_factory=dict)
+    pending: dict[int, _Trial] = field(default_factory=dict)
     runaways: int = 0
 
 
@@ -68,7 +68,7 @@ class Checker:
         self._vocabulary = vocabulary
         self._command = command or (sys.executable, "-m", "kvferry.structured_output.checker_process")
         self._known: OrderedDict[str, str | None] = OrderedDict()
-        self._pending: dict[str, _Asked] = {}
+        self._pending: dict[str, _Trial] = {}
         self._lanes: dict[str, _Lane] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
@@ -102,49 +102,49 @@ class Checker:
 
     async def _learn(self, key: str, grammar: Grammar, tenant: str) -> str | None:
         """Validate the grammar; return its error, or None."""
-        asked = self._pending.get(key)
-        if asked is None:
+        trial = self._pending.get(key)
+        if trial is None:
             lane = self._lanes.setdefault(tenant, _Lane())
             if lane.pending >= PENDING:
                 raise Overloaded(f"{PENDING} grammars are being checked; retry in a second", retry_after=1)
             lane.pending += 1
-            asked = self._pending[key] = _Asked(grammar, asyncio.get_running_loop().create_future(), lane)
-            task = asyncio.create_task(self._try(key, asked))
+            trial = self._pending[key] = _Trial(grammar, asyncio.get_running_loop().create_future(), lane)
+            task = asyncio.create_task(self._try(key, trial))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(asked.verdict)
+        return await asyncio.shield(trial.verdict)
 
-    async def _try(self, key: str, asked: _Asked) -> None:
+    async def _try(self, key: str, trial: _Trial) -> None:
         """Validate until there is a verdict. A timeout is not cached: the machine may have been busy."""
         wrong: str | None
         try:
-            while not asked.verdict.done():
-                asked.tries += 1
-                async with asked.lane.turns:
-                    wrong = await self._verdict(asked)
-                if wrong in (_DIED, _ENDED) and asked.tries < _TRIES:
+            while not trial.verdict.done():
+                trial.tries += 1
+                async with trial.lane.turns:
+                    wrong = await self._verdict(trial)
+                if wrong in (_DIED, _ENDED) and trial.tries < _TRIES:
                     continue
                 if wrong is _ENDED:
                     raise Overloaded("the check was interrupted because other grammars took too long", retry_after=1)
-                asked.verdict.set_result(wrong)
+                trial.verdict.set_result(wrong)
                 if wrong is not _LATE:
                     self._known[key] = wrong
                 if len(self._known) > KNOWN:
                     self._known.popitem(last=False)
         except Exception as error:
-            asked.verdict.set_exception(error)
+            trial.verdict.set_exception(error)
         finally:
-            asked.lane.pending -= 1
+            trial.lane.pending -= 1
             del self._pending[key]
 
-    async def _verdict(self, asked: _Asked) -> str | None:
+    async def _verdict(self, trial: _Trial) -> str | None:
         child = await self._ready()
         self._number += 1
         number = self._number
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        child.asked[number] = _Asked(asked.grammar, answer, asked.lane)
+        child.pending[number] = _Trial(trial.grammar, answer, trial.lane)
         assert child.process.stdin is not None
-        line = json.dumps([number, astuple(asked.grammar)]) + "\n"
+        line = json.dumps([number, astuple(trial.grammar)]) + "\n"
         try:
             with contextlib.suppress(ConnectionError):
                 child.process.stdin.write(line.encode())
@@ -157,7 +157,7 @@ class Checker:
                 self._end(child)
             return _LATE
         finally:
-            child.asked.pop(number, None)
+            child.pending.pop(number, None)
 
     async def _ready(self) -> _Child:
         """Return the child process, started if need be. Raises InvalidRequest if the tokenizer cannot be read."""
@@ -194,16 +194,16 @@ class Checker:
         try:
             while line := await child.process.stdout.readline():
                 number, wrong = json.loads(line)
-                asked = child.asked.get(number)
-                if asked is not None and not asked.verdict.done():
-                    asked.verdict.set_result(wrong)
+                trial = child.pending.get(number)
+                if trial is not None and not trial.verdict.done():
+                    trial.verdict.set_result(wrong)
         except ValueError:
             log.exception("the grammar checker sent an unreadable message")
         finally:  # without a reader the process gets no more grammars
             self._end(child)
-            for asked in child.asked.values():
-                if not asked.verdict.done():
-                    asked.verdict.set_result(_ENDED if child.runaways >= RUNAWAYS else _DIED)
+            for trial in child.pending.values():
+                if not trial.verdict.done():
+                    trial.verdict.set_result(_ENDED if child.runaways >= RUNAWAYS else _DIED)
         await child.process.wait()
 
     def _end(self, child: _Child) -> None:

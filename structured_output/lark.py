@@ -67,3 +67,22 @@ def terminal(expression: str) -> str:
         parts.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)
         escaped = char == "\\" and not escaped
     return "/" + "".join(parts) + "/"
+
+
+class RuleLines:
+    """Collector of a grammar's rules and terminals, with generated names."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Add a terminal and return its name."""
+        name = f"T{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name

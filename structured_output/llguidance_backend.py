@@ -141,10 +141,10 @@ class _Matcher:
 
 def _summary(matcher: LLMatcher) -> str:
     """Return the library's error in one line, without the quoted grammar."""
-    said = []
+    reasons = []
     for line in map(str.strip, matcher.get_error().splitlines()):
         if line[:1].isdigit() or line.startswith(("<", "^")):
             break
-        said += [line] if line else []
-    text = " ".join(said) or "no reason given"
+        reasons += [line] if line else []
+    text = " ".join(reasons) or "no reason given"
     return "it allows no output" if text == "NoExtensionBias" else text[:300]

@@ -43,11 +43,11 @@ def _tag_of(structure: dict[str, Any]) -> dict[str, Any]:
     return {"begin": structure.get("begin"), "content": content, "end": structure.get("end", "")}
 
 
-class _Rules:
+class _Rules(lark.RuleLines):
     """Writer of Lark rules. Every method returns an expression for its argument."""
 
     def __init__(self, schema: Schema) -> None:
-        self.lines: list[str] = []
+        super().__init__()
         self._schema = schema
 
     def format(self, value: Any, *, last: bool = False, end: str | None = None) -> str:
@@ -58,9 +58,9 @@ class _Rules:
             case "const_string":
                 return lark.text(_text(value, "value"))
             case "json_schema":
-                return self._rule(self._schema(value.get("json_schema", {})))
+                return self.rule(self._schema(value.get("json_schema", {})))
             case "regex":
-                return self._terminal(lark.terminal(_text(value, "pattern")))
+                return self.terminal(lark.terminal(_text(value, "pattern")))
             case "any_text":
                 return self._any(last, end)
             case "sequence":
@@ -84,13 +84,13 @@ class _Rules:
 
     def triggered(self, triggers: Sequence[str], tags: Sequence[dict[str, Any]]) -> str:
         """Return an expression for free text in which each trigger opens one of the tags that begin with it."""
-        free = self._terminal(_ANY)
+        free = self.terminal(_ANY)
         choices = []
         for trigger in triggers:
             own = [tag for tag in tags if _text(tag, "begin").startswith(trigger)]
             if not own:
                 raise InvalidRequest(f"no structure matches the trigger {trigger!r}")
-            head = self._rule(f"{free} {lark.text(trigger)}", "[lazy]")
+            head = self.rule(f"{free} {lark.text(trigger)}", "[lazy]")
             choices.append(f"{head} {self._group(' | ', [self._tag(tag, opened=len(trigger)) for tag in own])}")
         for tag in tags:
             if not any(_text(tag, "begin").startswith(trigger) for trigger in triggers):
@@ -108,23 +108,13 @@ class _Rules:
     def _any(self, last: bool, end: str | None) -> str:
         """Return an expression for free text, up to and including `end` if there is one."""
         if end:
-            return self._rule(f"{self._terminal(_ANY)} {lark.text(end)}", "[lazy]")
+            return self.rule(f"{self.terminal(_ANY)} {lark.text(end)}", "[lazy]")
         if not last:
             raise InvalidRequest("any_text must be the last format, or within a tag that has an end")
-        return self._terminal(_ANY)
+        return self.terminal(_ANY)
 
     def _group(self, joint: str, parts: Sequence[str]) -> str:
         return f"({joint.join(parts)})"
-
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}{options}: {body}")
-        return name
-
-    def _terminal(self, body: str) -> str:
-        name = f"T{len(self.lines)}"
-        self.lines.append(f"{name}: {body}")
-        return name
 
 
 def _text(value: dict[str, Any], field: str) -> str:

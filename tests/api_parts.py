@@ -39,12 +39,12 @@ from kvferry.router.batch.batches import Batches
 from kvferry.router.batch.redis_store import cluster_files
 from kvferry.router.dashboard.snapshot import SnapshotBuilder
 from kvferry.router.dispatch.cluster import RouterCluster
-from kvferry.router.dispatch.interface import Cluster, ClusterInfo, Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.dispatch.interface import Cluster, ClusterInfo, Fork, Output, OutputComplete, RequestSpec, Route
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.prompt_media import RenderedMedia
 from kvferry.router.journal.request_journals import RequestJournals
 from kvferry.router.tenants.tenant_registry import TenantRegistry
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from kvferry.router.text.text_model import TextModel
 from kvferry.runtime.rejection_throttle import RejectionThrottle
 from tests.memory_responses import MemoryResponses
@@ -72,7 +72,7 @@ class FakeDispatch:
         self.route: Route | None = None
         self.fork: Fork | None = None
         self.cancelled = asyncio.Event()
-        self.enough, self.called_tools = False, set[str]()
+        self.complete, self.called_tools = False, set[str]()
         self.yielded = self.heard = 0
         self._listener: Callable[[Output], None] | None = None
         self._outputs, self._route, self._gap_s = outputs, route, gap_s
@@ -92,7 +92,7 @@ class FakeDispatch:
                 self.heard += 1
                 try:
                     self._listener(output)
-                except Enough:
+                except OutputComplete:
                     return
 
     def listen(self, listener: Callable[[Output], None] | None) -> None:
@@ -101,8 +101,8 @@ class FakeDispatch:
     def calls_tools(self, names: Collection[str]) -> None:
         self.called_tools = set(names)
 
-    async def cancel(self, *, enough: bool = False) -> None:
-        self.enough = enough
+    async def cancel(self, *, complete: bool = False) -> None:
+        self.complete = complete
         self.cancelled.set()
 
 

@@ -21,7 +21,7 @@ from starlette.routing import Route as HttpRoute
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.model_files.model_name import ModelName
 from kvferry.protocol.adapters import AdapterName, ChangeAdapter
-from kvferry.protocol.errors import KvferryError, StreamGone, TransferFailed
+from kvferry.protocol.errors import KvferryError, StreamLost, TransferFailed
 from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.media import Encoded, EncodeRequest, RenderRequest, joined, with_data, without_data
 from kvferry.protocol.messages import (
@@ -337,7 +337,7 @@ class FakeWorker:
         if self.frozen:
             await asyncio.sleep(60)
         if "after" in request.query_params:
-            return _error(StreamGone("scripted"))
+            return _error(StreamLost("scripted"))
         queue: asyncio.Queue[StepFrame | None] = asyncio.Queue()
         self._queues[request.path_params["router"]] = queue
 

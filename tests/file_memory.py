@@ -17,7 +17,7 @@ from kvferry.kernels.decoder_spec import StoredRows
 from kvferry.model_files import source, tokenizer
 from kvferry.model_files.gguf import Strings, read_gguf
 from kvferry.model_files.source import ModelSource, read_facts, resolve
-from kvferry.router.text import load
+from kvferry.router.text import loader
 from kvferry.router.text.template import ChatTemplate
 from kvferry.runtime import limits
 from kvferry.structured_output.llguidance_backend import LlguidanceBackend
@@ -122,7 +122,7 @@ class FileMemory:
             return libraries.get(words, lambda: LlguidanceBackend(words))
 
         replace_everywhere(read_tokenizer, vocabulary)
-        replace(load, "ChatTemplate", template)
+        replace(loader, "ChatTemplate", template)
         replace(grammar_masks, "LlguidanceBackend", library)
 
     def _by_digest(self, read: Callable[[Path], Any]) -> Callable[[Path], Any]:

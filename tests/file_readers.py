@@ -21,7 +21,7 @@ from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.protocol.work import Generate, Grammar
 from kvferry.router.text.grammar_vocabulary import vocabulary_of
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from kvferry.structured_output.llguidance_backend import LlguidanceBackend
 from kvferry.structured_output.vocabulary import Vocabulary
 from kvferry.worker import grammar_masks

@@ -37,6 +37,7 @@ class Walk:
         sys.setprofile(None)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        path = frame.f_code.co_filename
+        # A file that is newer than the installation is imported through its package's link.
+        path = frame.f_code.co_filename.replace(f"{ROOT}/kvferry/", f"{ROOT}/")
         if event == "call" and path.startswith(self._roots) and _WALKING.get() is self:
             self._seen.setdefault(path)

@@ -35,7 +35,7 @@ from kvferry.protocol.messages import (
     TokenDelta,
 )
 from kvferry.protocol.settings import WorkerSettings
-from kvferry.protocol.stream_messages import Seen
+from kvferry.protocol.stream_messages import FrameAck
 from kvferry.protocol.wire import FrameReader, pack
 from kvferry.runtime.signals import StopSignal
 from kvferry.worker.engine_parts import EngineParts
@@ -270,7 +270,7 @@ class Router:
                     self.seen = frame.number
                 if time.monotonic() > acknowledged + 1.0:
                     acknowledged = time.monotonic()
-                    await self._http.post(f"{url}/seen", content=pack(Seen(self.seen)))
+                    await self._http.post(f"{url}/seen", content=pack(FrameAck(self.seen)))
 
 
 def _packed(message: Any) -> bytes:

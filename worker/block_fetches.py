@@ -19,10 +19,10 @@ from kvferry.protocol.errors import (
     TransferFailed,
     reason,
 )
-from kvferry.protocol.link_messages import Asked, Commit, EmbeddingSupply, Supply
+from kvferry.protocol.link_messages import Commit, EmbeddingSupply, GrantPurpose, Supply
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 BACKOFF_S = 5.0
 """Seconds for which no fetch goes to a node that was late or lost, or that sent corrupt blocks."""
@@ -44,7 +44,7 @@ class BlockFetches:
     kind: class of the supplies."""
 
     def __init__(
-        self, base: Base, arrivals: GrantDispatch, client: FetchClient, kind: type[Supply | EmbeddingSupply]
+        self, base: NodeParts, arrivals: GrantDispatch, client: FetchClient, kind: type[Supply | EmbeddingSupply]
     ) -> None:
         self._base, self._arrivals, self._client = base, arrivals, client
         self._backoffs: dict[DecodeTarget, float] = {}
@@ -88,10 +88,10 @@ class BlockFetches:
 
     # Called on the link thread.
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        assert isinstance(asked, Supply | EmbeddingSupply)
-        if self._client.supplied(key, asked):
-            self._base.engine.submit(lambda engine: self._grant(engine, key, asked))
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
+        assert isinstance(purpose, Supply | EmbeddingSupply)
+        if self._client.supplied(key, purpose):
+            self._base.engine.submit(lambda engine: self._grant(engine, key, purpose))
         else:
             self._arrivals.refuse(key, Cancelled("these blocks are not wanted"))
 

@@ -1,4 +1,4 @@
-"""Parts of whole KV blocks that one rank holds: where they lie, and copies between the rank's pool and host memory."""
+"""Layout of one rank's part of each KV block, and copies of parts between the rank's pool and host memory."""
 
 from __future__ import annotations
 

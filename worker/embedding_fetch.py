@@ -23,7 +23,7 @@ from kvferry.protocol.media import MediaItem
 from kvferry.protocol.messages import DecodeTarget
 from kvferry.worker.block_fetches import BlockFetches
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 MIN_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
 """Time limit of a fetch: MIN_S seconds, plus the time for its bytes at this rate."""
@@ -33,7 +33,7 @@ MIN_S, SLOWEST_BYTES_PER_S = 1.0, 50e6
 class Wanted:
     """Media whose rows a request waits for, until `ready` was called or the request was cancelled.
 
-    rows: rows found, by index of the item. asked: items that were fetched, once each. stop: cancels the running work.
+    rows: rows found, by index of the item. fetched: items that were fetched, once each. stop: cancels the running work.
     """
 
     root: bytes
@@ -42,7 +42,7 @@ class Wanted:
     deadline: float
     encoder: DecodeTarget | None
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
+    fetched: set[int] = field(default_factory=set)
     stop: Callable[[], None] | None = None
     over: bool = False
 
@@ -75,7 +75,7 @@ class EmbeddingFetcher(BlockFetches):
 
     def __init__(
         self,
-        base: Base,
+        base: NodeParts,
         arrivals: GrantDispatch,
         client: FetchClient,
         blocks: EmbeddingBlocks,
@@ -116,8 +116,8 @@ class EmbeddingFetcher(BlockFetches):
             rows = self.blocks.load(hashes, item.length)
             if rows is not None:
                 wanted.rows[place] = rows
-            elif wanted.encoder is not None and place not in wanted.asked and not self._is_paused(wanted.encoder):
-                wanted.asked.add(place)
+            elif wanted.encoder is not None and place not in wanted.fetched and not self._is_paused(wanted.encoder):
+                wanted.fetched.add(place)
                 self._fetch(wanted, wanted.encoder, hashes)
                 return
         if len(wanted.rows) == len(wanted.items):
@@ -205,7 +205,7 @@ class EmbeddingFetcher(BlockFetches):
                 wanted.end(error)
 
 
-def embedding_fetcher(base: Base, arrivals: GrantDispatch, client: FetchClient) -> EmbeddingFetcher | None:
+def embedding_fetcher(base: NodeParts, arrivals: GrantDispatch, client: FetchClient) -> EmbeddingFetcher | None:
     """Put a fetcher before the engine's own source of embeddings, and return it; None for a node without an encoder.
 
     None, too, if each rank has a pool of its own, since such ranks keep no rows in blocks."""

@@ -17,7 +17,7 @@ from kvferry.worker.kv_events.publisher import open_kv_events
 from kvferry.worker.media_rendering import MediaRenderer
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.replica_store import ReplicaStore
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from kvferry.worker.session_notes import NodeSessions
 from kvferry.worker.tiers import Tiers
 
@@ -25,7 +25,7 @@ from kvferry.worker.tiers import Tiers
 class MediaEndpoints:
     """Media part of a node's endpoints. On the asyncio loop unless stated."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         self._base, self._media = base, base.parts.media
         self._renderer: MediaRenderer | None = None
         if self._media is not None:
@@ -70,7 +70,7 @@ class Endpoints:
 
     Each role adds its own parts: handlers for its grant requests (`arrivals`), and ships that it offers (`sender`)."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         self.sender = Sender(base.dock, grant_timeout=base.settings.grant_timeout)
         self.arrivals = GrantDispatch(base)
         self.keeper = ReplicaStore(base, self.arrivals)

@@ -25,7 +25,7 @@ from kvferry.protocol.link_messages import EmbeddingSupply, Supply
 from kvferry.protocol.messages import Holder, Job
 from kvferry.worker.block_fetches import BlockFetches
 from kvferry.worker.grant_dispatch import GrantDispatch
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 FETCH_BLOCKS = 256
 """Number of blocks in one fetch."""
@@ -56,7 +56,7 @@ class PendingFetch:
 class PrefixFetcher(BlockFetches):
     """Client side of prefix fetches: requests blocks from holders and places them in the pool, on the engine thread."""
 
-    def __init__(self, base: Base, arrivals: GrantDispatch, client: FetchClient) -> None:
+    def __init__(self, base: NodeParts, arrivals: GrantDispatch, client: FetchClient) -> None:
         super().__init__(base, arrivals, client, Supply)
         self._waiting: dict[Key, PendingFetch] = {}
         self._open: dict[int, PendingFetch] = {}

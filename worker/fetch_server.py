@@ -11,7 +11,7 @@ from kvferry.kv_transfer.ports import ShipStats
 from kvferry.kv_transfer.sender import Sender
 from kvferry.protocol.errors import Draining, GrantRefused, KvferryError, NotFound
 from kvferry.protocol.link_messages import EmbeddingSupply, Fetch, Supply
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 AT_ONCE = 16
 """Maximum number of supplies in flight; further fetches are denied, and their nodes compute instead."""
@@ -22,7 +22,7 @@ class PrefixSupplier:
 
     Implements `kv_transfer.ports.ShipEvents`, for supplies."""
 
-    def __init__(self, base: Base, sender: Sender) -> None:
+    def __init__(self, base: NodeParts, sender: Sender) -> None:
         self._base, self._sender = base, sender
         self._lock = threading.Lock()
         self._supplies: dict[int, list[tuple[int, int]]] = {}

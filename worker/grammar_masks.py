@@ -40,7 +40,7 @@ def make_masks(source: ModelSource, vocab_size: int) -> GrammarMasks:
         vocabulary = read_vocabulary(source, vocab_size)
         library = LlguidanceBackend(vocabulary)
     except ConfigError as error:
-        log.info("no grammars: %s", error.message)
+        log.info("grammars are not available: %s", error.message)
         return GrammarMasks.none(f"this node cannot use the tokenizer of {source.name} for grammars: {error.message}")
     log.info("the tokenizer was prepared for grammars in %.1f s", time.monotonic() - began)
     threads = max(1, available_cores() // CORES_PER_THREAD)

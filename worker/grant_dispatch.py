@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvferry.kv_transfer.ports import GrantEvents, TransferKey
 from kvferry.kv_transfer.receiver import Receiver
 from kvferry.protocol.errors import InvalidRequest, KvferryError
-from kvferry.protocol.link_messages import Asked, Commit
-from kvferry.worker.service import Base
+from kvferry.protocol.link_messages import Commit, GrantPurpose
+from kvferry.worker.service import NodeParts
 
 
 class GrantDispatch:
@@ -15,7 +15,7 @@ class GrantDispatch:
     Implements `kv_transfer.ports.GrantEvents` on the link thread. Handlers are registered before the dock starts.
     `refuse` may be called from any thread."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         self._dock = base.dock
         self._kinds: dict[type, GrantEvents] = {}
         self._open: dict[TransferKey, GrantEvents] = {}
@@ -32,13 +32,13 @@ class GrantDispatch:
         self.receiver.refused(key, error)
         self._dock.submit(lambda: self._forget(key))
 
-    def reserve(self, key: TransferKey, asked: Asked) -> None:
-        events = self._kinds.get(type(asked))
+    def reserve(self, key: TransferKey, purpose: GrantPurpose) -> None:
+        events = self._kinds.get(type(purpose))
         if events is None:
             self.receiver.refused(key, InvalidRequest("this node accepts no streams"))
         else:
             self._open[key] = events
-            events.reserve(key, asked)
+            events.reserve(key, purpose)
 
     def ready(self, key: TransferKey, commit: Commit) -> None:
         self._open.pop(key).ready(key, commit)

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.engine.block_pool import chain_of
 from kvferry.engine.engine import Engine
 from kvferry.kv_transfer.tiers.local import LocalTier
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from kvferry.worker.tier_writer import MAX_HELD, TierWriter
 
 ENOUGH, GATHERING_S = 8, 5.0
@@ -28,7 +28,7 @@ class LocalWrites(TierWriter):
     A write starts where the tier's copy of the chain ends, so the tier always has the blocks before each of its blocks.
     Blocks that could not be written are retried with the blocks behind them."""
 
-    def __init__(self, base: Base, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
+    def __init__(self, base: NodeParts, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
         super().__init__(base, tier, tier.name, transfers)
         self._tier, self._held = tier, 0
 

@@ -63,22 +63,22 @@ class MediaRoutes:
 
     async def post_render(self, request: Request) -> Response:
         """Answer with the RenderedPrompt of a RenderRequest; a disconnect of the caller cancels the work."""
-        asked, (engine, names) = await read_render(request), self._ready()
-        if asked.adapter and asked.adapter not in names:
+        render_request, (engine, names) = await read_render(request), self._ready()
+        if render_request.adapter and render_request.adapter not in names:
             raise AdapterNotLoaded("the engine has no LoRA adapter with this id")
-        made = engine.render(asked, names.get(asked.adapter, ""))
-        prompt = await self._in_time(request, made, asked.deadline_s)
-        known = bool(asked.files) and [item.file for item in prompt.media] == [*asked.files]
+        made = engine.render(render_request, names.get(render_request.adapter, ""))
+        prompt = await self._in_time(request, made, render_request.deadline_s)
+        known = bool(render_request.files) and [item.file for item in prompt.media] == [*render_request.files]
         items = [replace(item, file=b"") for item in prompt.media] if known else prompt.media
         message = pack(replace(prompt, media=without_data(items), needs_files=known))
         return Response(b"".join(with_data(message, items)), media_type=MSGPACK)
 
     async def post_transcribe(self, request: Request) -> Response:
         """Answer with SpeechParts. An error before the first part has a status; a later one cuts the answer off."""
-        asked, (engine, _) = await read_message(request, SpeechRequest), self._ready()
-        parts = _parts(engine, asked)
+        speech_request, (engine, _) = await read_message(request, SpeechRequest), self._ready()
+        parts = _parts(engine, speech_request)
         try:
-            first = await self._in_time(request, anext(parts), asked.deadline_s)
+            first = await self._in_time(request, anext(parts), speech_request.deadline_s)
         except StopAsyncIteration:
             raise StepFailed("the engine's answer is empty") from None
         except BaseException:
@@ -115,7 +115,7 @@ class MediaRoutes:
             self.running -= 1
 
 
-async def _parts(media: MediaEngine, asked: SpeechRequest) -> AsyncGenerator[SpeechPart]:
+async def _parts(media: MediaEngine, speech_request: SpeechRequest) -> AsyncGenerator[SpeechPart]:
     """Yield the engine's answer as it comes, within the request's deadline."""
     arrived: asyncio.Queue[SpeechPart | None] = asyncio.Queue()
     kind = ""
@@ -131,8 +131,8 @@ async def _parts(media: MediaEngine, asked: SpeechRequest) -> AsyncGenerator[Spe
 
     async def work() -> None:
         try:
-            async with asyncio.timeout(max(0.0, asked.deadline_s)):
-                await media.transcribe(asked, begun, deliver)
+            async with asyncio.timeout(max(0.0, speech_request.deadline_s)):
+                await media.transcribe(speech_request, begun, deliver)
         finally:
             arrived.put_nowait(None)
 

@@ -85,27 +85,27 @@ class Node:
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         LeaseRelay(self._store.records).mount(self.address.app)
         self.address.start()
-        asked = asyncio.create_task(stop.requested.wait())
+        stopping = asyncio.create_task(stop.requested.wait())
         ending = Ending.UNLOADED
         try:
-            if await _first(asyncio.create_task(self._load()), asked):
+            if await _first(asyncio.create_task(self._load()), stopping):
                 assert self.loaded
-                ending = await self._live(self.loaded, asked, stop)
+                ending = await self._live(self.loaded, stopping, stop)
         finally:
-            asked.cancel()
+            stopping.cancel()
             if ending is not Ending.BROKEN:
                 await self.address.stop()
             log.info("%s has ended", self.address.node_id)
         return ending
 
-    async def _live(self, loaded: WorkerRuntime, asked: asyncio.Task[bool], stop: StopSignal) -> Ending:
+    async def _live(self, loaded: WorkerRuntime, stopping: asyncio.Task[bool], stop: StopSignal) -> Ending:
         """Join and serve until this or another host is asked to stop, then drain; on a fault, abandon the node."""
         broken = asyncio.create_task(loaded.broken.wait())
         joining, leaving = (
             asyncio.create_task(self._join(loaded)),
             asyncio.create_task(_wait_host_leaving(loaded.parts.ranks)),
         )
-        await asyncio.wait({asked, broken, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, broken, leaving}, return_when=asyncio.FIRST_COMPLETED)
         joining.cancel()
         leaving.cancel()
         if not broken.done() and await _first(asyncio.create_task(loaded.drain(stop)), broken):

@@ -21,11 +21,11 @@ def start_ranks(settings: WorkerSettings, device: torch.device, revision: str = 
         if settings.enable_expert_parallel:
             raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size 2 or more", param=BY_EXPERT)
         return None
-    asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
+    flags = f"--tensor-parallel-size {settings.tensor_parallel_size}"
     apart = device.type == "cuda" or settings.pools_apart or settings.nnodes > 1
     if apart and settings.batch_invariant:
         raise ConfigError(
-            f"{asked} is not supported with --batch-invariant where each rank has its own pool", param=FLAG
+            f"{flags} is not supported with --batch-invariant where each rank has its own pool", param=FLAG
         )
     require_gpus(settings, device)
     try:
@@ -33,7 +33,7 @@ def start_ranks(settings: WorkerSettings, device: torch.device, revision: str = 
             return HostRanks(settings, device, revision)
         return (DeviceRanks if apart else Ranks)(settings, device)
     except (OSError, AttributeError) as error:
-        raise ConfigError(f"{asked}: the other ranks cannot be started: {error}", param=FLAG) from error
+        raise ConfigError(f"{flags}: the other ranks cannot be started: {error}", param=FLAG) from error
 
 
 def require_gpus(settings: WorkerSettings, first: torch.device) -> None:
@@ -42,7 +42,7 @@ def require_gpus(settings: WorkerSettings, first: torch.device) -> None:
     index = first.index or 0
     if first.type == "cuda" and index + ranks > count:
         found = f"this machine has {count}" if count else "this machine has none"
-        asked = f"--tensor-parallel-size {settings.tensor_parallel_size}"
+        flags = f"--tensor-parallel-size {settings.tensor_parallel_size}"
         if settings.nnodes > 1:
-            asked += f" on --nnodes {settings.nnodes}"
-        raise ConfigError(f"{asked} needs GPUs from {first} on, one per rank; {found}", param=FLAG)
+            flags += f" on --nnodes {settings.nnodes}"
+        raise ConfigError(f"{flags} needs GPUs from {first} on, one per rank; {found}", param=FLAG)

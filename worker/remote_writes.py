@@ -9,7 +9,7 @@ from kvferry.engine.engine import Engine
 from kvferry.kv_transfer.tiers import object_groups as sizes
 from kvferry.kv_transfer.tiers.object_groups import Group, in_chain
 from kvferry.kv_transfer.tiers.remote import RemoteTier
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from kvferry.worker.tier_writer import MAX_HELD, TierWriter
 
 
@@ -19,7 +19,7 @@ class RemoteWrites(TierWriter):
     A group is written once its last block is in the pool. A group that the store has no space for, or cannot take now,
     is not retried."""
 
-    def __init__(self, base: Base, tier: RemoteTier, transfers: Iterator[int]) -> None:
+    def __init__(self, base: NodeParts, tier: RemoteTier, transfers: Iterator[int]) -> None:
         super().__init__(base, tier, "remote", transfers)
         self._tier = tier
 

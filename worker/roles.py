@@ -17,7 +17,7 @@ from fastapi import Request
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
-from kvferry.protocol.errors import Draining, InvalidRequest, RoleKept
+from kvferry.protocol.errors import Draining, InvalidRequest, RoleChangeRefused
 from kvferry.protocol.labels import ROLES
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.worker_metrics import WorkerMetrics
@@ -56,7 +56,7 @@ class RoleChange:
     """Role changes of one node, one at a time, on the asyncio loop unless stated.
 
     elastic   true if the node may change its role
-    call_soon as in Base: its calls run after earlier engine events
+    call_soon as in NodeParts: its calls run after earlier engine events
     drains    sets whether the node rejects new work; the caller updates the lease
     busy      returns whether work of the current role is running
     within_s  maximum time for that work to end, in seconds; after it the node keeps its role"""
@@ -88,23 +88,23 @@ class RoleChange:
     async def begin(self, change: ChangeRole) -> None:
         """Return once the node has begun to change, or if it already has the role.
 
-        Raises InvalidRequest if the node can never change, and RoleKept if it must keep its role for now."""
+        Raises InvalidRequest if the node can never change, and RoleChangeRefused if it must keep its role for now."""
         if change.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}; got {change.role!r}", param="role")
         if not self._elastic:
             raise InvalidRequest("this node runs without --elastic", param="role")
         async with self._asking:
             if self._task is not None or self._ended:
-                raise RoleKept("the node is already changing its role, or stopping")
+                raise RoleChangeRefused("the node is already changing its role, or stopping")
             if change.role == self._roles.now:
                 return
             if 0 < self._roles.role_s < change.rest_s:
-                raise RoleKept(f"the node changed its role {self._roles.role_s:.0f} s ago")
+                raise RoleChangeRefused(f"the node changed its role {self._roles.role_s:.0f} s ago")
             if why := await self._membership.try_leave_role(change.rest_s):
                 self._metrics.role_changes["kept"].inc()
-                raise RoleKept(why)
+                raise RoleChangeRefused(why)
             if self._ended:
-                raise RoleKept("the node is stopping")
+                raise RoleChangeRefused("the node is stopping")
             self._task = asyncio.create_task(self._change(change.role), name="role-change")
 
     async def stop(self) -> None:
@@ -129,7 +129,7 @@ class RoleChange:
             self._membership.keep_role()
         if self._roles.now != role:
             self._metrics.role_changes["kept"].inc()
-            log.warning("this stays a %s node: it is the last one, or its requests do not end", before)
+            log.warning("the node stays a %s node: it is the last one, or its requests did not end", before)
         await self._membership.announce()
 
     async def _until_changed(self, role: str) -> None:
@@ -159,6 +159,6 @@ class RoleChange:
             self._roles.now, self._roles.changed_at = role, time.monotonic()
             self._metrics.count_as(role)
             self._metrics.role_changes["done"].inc()
-            log.info("this is now a %s node", role)
+            log.info("the node is now a %s node", role)
         if not changed.done():
             changed.set_result(bool(role))

@@ -32,7 +32,7 @@ from kvferry.worker.node_address import NodeAddress
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
 from kvferry.worker.scaling_signals import pressure_now, set_scaling_gauges
-from kvferry.worker.service import Base, MakeService
+from kvferry.worker.service import MakeService, NodeParts
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
@@ -78,7 +78,7 @@ class WorkerRuntime:
         self._streams.mount(address.app)
         self._dock = linking.dock(self.link, epoch)
         self.service = make_service(
-            Base(
+            NodeParts(
                 settings=settings,
                 epoch=self._epoch,
                 app=address.app,
@@ -200,8 +200,8 @@ class WorkerRuntime:
         if not self._settings.respawned and self.roles.now != "encode":  # prefill nodes can do an encode node's work
             await self._membership.wait_for_replacement(lambda: may_wait() and self._streams.followed)
         self.draining = True
-        log.info("%s drains%s", self._address.node_id, ", in a hurry" if stop.hurry.is_set() else "")
-        if not stop.hurry.is_set():
+        log.info("%s drains%s", self._address.node_id, " without waiting for requests" if stop.forced.is_set() else "")
+        if not stop.forced.is_set():
             await self._membership.announce()
         await finish_requests(self.engine, self._busy, may_wait)
         await self._membership.leave()

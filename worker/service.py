@@ -1,4 +1,4 @@
-"""Service, a role's half of a node: passes engine events to link and routers; Base, the node's parts for it."""
+"""Service, the interface of a role's half of a node, which gets all engine events; NodeParts, the parts it uses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Service(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class NodeParts:
     """Parts of a node that a role builds on: model loaded, threads not started.
 
     The service mounts its endpoints on the dock, which starts next.
@@ -108,4 +108,4 @@ def ship_outcome(error: KvferryError) -> str:
     return "aborted" if isinstance(error, Cancelled | DeadlineExceeded) else "failed"
 
 
-MakeService = Callable[[Base], Service]
+MakeService = Callable[[NodeParts], Service]

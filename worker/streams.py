@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request, Response
 
-from kvferry.protocol.errors import Fenced, StreamGone
+from kvferry.protocol.errors import Fenced, StreamLost
 from kvferry.protocol.messages import Pulse, StepFrame
-from kvferry.protocol.stream_messages import Seen
+from kvferry.protocol.stream_messages import FrameAck
 from kvferry.protocol.wire import Unwritable, pack
 from kvferry.runtime.http import read_message
 from kvferry.runtime.suspend_aware_clock import LoopClock
@@ -116,24 +116,24 @@ class RouterStreams:
 
     async def post_seen(self, router_id: str, request: Request) -> None:
         """Handle a router's acknowledgement of frames."""
-        self.seen(router_id, (await read_message(request, Seen)).number)
+        self.seen(router_id, (await read_message(request, FrameAck)).number)
 
     def open(self, router_id: str, epoch: int, after: int | None) -> Reader:
         """Resume a stream after frame `after`, or begin a new one.
 
-        A new one cancels everything that runs for the router. Raises Fenced for another process's epoch, and StreamGone
+        A new one cancels everything that runs for the router. Raises Fenced for another process's epoch, and StreamLost
         if frames after `after` are no longer kept."""
         if epoch != self._epoch:
             raise Fenced(f"the stream belongs to epoch {epoch}; this process has epoch {self._epoch}")
         if self._stopped:
-            raise StreamGone("the process is stopping")
+            raise StreamLost("the process is stopping")
         buffer = self._routers.get(router_id)
         if after is not None:
             if (
                 buffer is None
                 or not (buffer.frames[0][0] - 1 if buffer.frames else buffer.last) <= after <= buffer.last
             ):
-                raise StreamGone(f"frames after {after} are no longer kept")
+                raise StreamLost(f"frames after {after} are no longer kept")
         elif buffer is not None:
             self._lose(router_id, "opened a new stream")
             buffer = None

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 GATHER_S = 0.2
 """Seconds between two checks for new blocks."""
@@ -19,7 +19,7 @@ MAX_HELD = 4096
 """Maximum number of blocks held or visited in one check, so that the engine is not delayed for long."""
 
 
-def later(base: Base, seconds: float, call: Callable[[Engine], None]) -> None:
+def later(base: NodeParts, seconds: float, call: Callable[[Engine], None]) -> None:
     """Run a call on the engine thread after `seconds`."""
 
     def wait() -> None:
@@ -41,7 +41,7 @@ class TierWriter:
 
     name: the tier's label in metrics. transfers: source of transfer ids, unique among all holds."""
 
-    def __init__(self, base: Base, tier: Drops, name: str, transfers: Iterator[int]) -> None:
+    def __init__(self, base: NodeParts, tier: Drops, name: str, transfers: Iterator[int]) -> None:
         self._base, self._drops, self._name, self._transfers = base, tier, name, transfers
         self._fresh: dict[bytes, float] = {}
         self._waits = False

@@ -20,7 +20,7 @@ from kvferry.protocol.messages import Job
 from kvferry.worker.fetch_client import PrefixFetcher
 from kvferry.worker.local_writes import LocalWrites
 from kvferry.worker.remote_writes import RemoteWrites
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from kvferry.worker.tier_sources import Grant, Reading, Source, local_source
 from kvferry.worker.tier_writer import TierWriter, later
 
@@ -37,7 +37,7 @@ MIN_S, SLOWNESS = 1.0, 2.0
 class Tiers:
     """Tier reads and writes of a node, between its service and its engine. On the engine thread unless stated."""
 
-    def __init__(self, base: Base, fetches: PrefixFetcher) -> None:
+    def __init__(self, base: NodeParts, fetches: PrefixFetcher) -> None:
         self._base, self._fetches = base, fetches
         self._remote = base.tiers.remote
         self._numbers, transfers = itertools.count(1), itertools.count(-1, -1)

@@ -27,7 +27,7 @@ from kvferry.structured_output.checker import Checker
 from kvferry.worker.grammar_masks import read_vocabulary
 from kvferry.worker.kv_events.config import read_kv_events_config
 from kvferry.worker.message_stream import MessageStreamResponse
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 GENERATE = "/inference/v1/generate"
 MODELS, EVENT_SOURCES = "/v1/models", "/kv_event_sources"
@@ -42,7 +42,7 @@ class ScaleOut:
     With --scale-out-api-key they require this key, otherwise the cluster secret, like all endpoints of a node. accept:
     submits a job to the engine; raises Draining."""
 
-    def __init__(self, base: Base, accept: Callable[[Job], None]) -> None:
+    def __init__(self, base: NodeParts, accept: Callable[[Job], None]) -> None:
         settings, engine, info = base.settings, base.parts.engine, base.parts.info
         router_id = f"scale-out-{secrets.token_hex(8)}"
         (names,) = split_names(settings.served_model_name, 1)

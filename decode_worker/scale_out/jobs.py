@@ -116,10 +116,10 @@ class Jobs:
 
 
 def _grammar(body: SamplingBody) -> Grammar | None:
-    asked = body.structured_outputs
-    if asked is None or all(value in (None, False) for value in asked.values()):
+    grammar_fields = body.structured_outputs
+    if grammar_fields is None or all(value in (None, False) for value in grammar_fields.values()):
         return None
-    return structured_outputs(asked, GRAMMAR_FIELD)
+    return structured_outputs(grammar_fields, GRAMMAR_FIELD)
 
 
 def _token_id(text: str) -> int:

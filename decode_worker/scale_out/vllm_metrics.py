@@ -13,7 +13,7 @@ from kvferry.engine.request import Key
 from kvferry.protocol.lease import Load
 from kvferry.protocol.router_metrics import LATENCY_BUCKETS, STEP_BUCKETS
 from kvferry.protocol.token_histogram import TokenHistograms
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 
 class VllmMetrics:
@@ -21,7 +21,7 @@ class VllmMetrics:
 
     Gauges are read when they are scraped. The label `model_name` comes from the node's registry."""
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: NodeParts) -> None:
         registry = base.metrics.registry
         self._last: dict[Key, float] = {}
 

@@ -22,9 +22,9 @@ from pathlib import Path
 FOLDERS = ("tests", "include", "torch/test", "libucx/bin", "libucx/share")
 FILES = ("*.a", "*.la", "*.pyx", "*.pxd", "*.pxi", "*.pyi", "*.c", "*.cpp", "*.h", "*.hpp", "torch/bin/[!t]*",
          "torch/bin/test*", "torch/lib/*_test.so")  # fmt: skip
-KEPT = ("triton", "nvidia")
+NOT_PRUNED = ("triton", "nvidia")
 """Packages that compile at run time, and the packages they compile against."""
-AS_THEY_ARE = ("torch", "triton", "nvidia", "libucx", "libucxx", "librmm", "ucxx", "rmm", "cuda")
+NOT_STRIPPED = ("torch", "triton", "nvidia", "libucx", "libucxx", "librmm", "ucxx", "rmm", "cuda")
 """Packages whose libraries `strip` would break, because of the tools that made them, like those in *.libs."""
 HEADER = """
 import pathlib, sys
@@ -45,22 +45,22 @@ def main() -> None:
     parser.add_argument("--import", dest="modules", action="append", default=[])
     parser.add_argument("--headers-of-models", action="store_true")
     parser.add_argument("--python", action="store_true")
-    asked = parser.parse_args()
-    environment = asked.environment.resolve()
+    options = parser.parse_args()
+    environment = options.environment.resolve()
     (site,) = environment.glob("lib/python3.*/site-packages")
     # -P: import the installed package, not sources in the build's directory.
     python = [str(environment / "bin" / "python"), "-P", "-B", "-c"]
-    if asked.python:
+    if options.python:
         library = Path(os.__file__).resolve().parent
-        print(f"{library}: now with the bytecode of {compile_imported(library, python, asked.modules)} modules")
+        print(f"{library}: now with the bytecode of {compile_imported(library, python, options.modules)} modules")
         return
     before = size(site)
-    if asked.headers_of_models:
+    if options.headers_of_models:
         keep_headers(site, python)
-    remove_unread(site)
-    link_equals(site)
+    remove_unused(site)
+    link_duplicates(site)
     strip(site)
-    compiled = compile_imported(site, python, asked.modules)
+    compiled = compile_imported(site, python, options.modules)
     print(f"{site}: {before / 1e6:.0f} MB, now {size(site) / 1e6:.0f} MB with the bytecode of {compiled} modules")
 
 
@@ -76,20 +76,20 @@ def keep_headers(site: Path, python: list[str]) -> None:
             file.truncate(int(done.stdout))
 
 
-def remove_unread(site: Path) -> None:
+def remove_unused(site: Path) -> None:
     for folder in FOLDERS:
         for path in [*site.rglob(folder)]:
-            if path.is_dir() and _package(site, path) not in KEPT:
+            if path.is_dir() and _package(site, path) not in NOT_PRUNED:
                 for below in sorted(path.rglob("*"), reverse=True):
                     below.rmdir() if below.is_dir() and not below.is_symlink() else below.unlink()
                 path.rmdir()
     for pattern in FILES:
         for path in [*site.rglob(pattern)]:
-            if path.is_file() and _package(site, path) not in KEPT:
+            if path.is_file() and _package(site, path) not in NOT_PRUNED:
                 path.unlink()
 
 
-def link_equals(site: Path) -> None:
+def link_duplicates(site: Path) -> None:
     """Replace equal libraries by links, since wheels hold no links; the longest name keeps the content."""
     for folder in {path.parent for path in site.rglob("*.so.*")}:
         kept: dict[str, Path] = {}
@@ -121,7 +121,7 @@ def _libraries(folder: Path) -> Iterator[Path]:
 
 
 def _may_be_stripped(site: Path, path: Path) -> bool:
-    return _package(site, path) not in AS_THEY_ARE and not path.parent.name.endswith(".libs")
+    return _package(site, path) not in NOT_STRIPPED and not path.parent.name.endswith(".libs")
 
 
 def _package(site: Path, path: Path) -> str:

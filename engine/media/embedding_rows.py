@@ -41,6 +41,4 @@ def _table(path: Path) -> Any:
         for name, (kind, _) in entries.items():
             if text_name(name) == _TABLE and kind in _FLOATS:
                 return safe_open(file, framework="pt").get_slice(name)  # type: ignore[no-untyped-call]
-    raise ConfigError(
-        f"{path} has no embedding in safetensors and floats, without which it takes no images", param="model"
-    )
+    raise ConfigError(f"{path} takes no images: that needs the token embedding as floats in safetensors", param="model")

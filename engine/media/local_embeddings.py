@@ -63,7 +63,7 @@ class _Call:
         try:
             self.ready(outcome)
         except Exception:
-            log.exception("a request failed to take the rows of its media")
+            log.exception("delivering the embeddings of media to a request failed")
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ class LocalEmbeddings:
         try:
             self.observe(item, outcome, seconds)
         except Exception:
-            log.exception("the metrics of an encoded item failed")
+            log.exception("updating the metrics of encoded media failed")
 
     def _run(self) -> None:
         lower_priority(NICENESS)

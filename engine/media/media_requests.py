@@ -73,7 +73,7 @@ class MediaRequests:
 
         try:
             if not all(item.data for item in items):
-                raise GrantRefused("media of the prompt are not here, and their blocks are not cached any more")
+                raise GrantRefused("embeddings of the prompt's media are missing, and their blocks no longer cached")
             self._place(request)
             assert self.source is not None
             left_s = request.job.deadline_s - (time.monotonic() - request.arrived)

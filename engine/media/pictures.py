@@ -29,7 +29,7 @@ def picture(data: bytes, field: str) -> Image.Image:
     except ValueError as error:  # one of its bounds
         raise _damaged(field, error) from error
     except Exception as error:  # decoders of damaged files raise anything
-        raise InvalidRequest(f"{field} is no picture in PNG, JPEG, WebP or GIF", param=field) from error
+        raise InvalidRequest(f"{field} is not a picture in PNG, JPEG, WebP or GIF", param=field) from error
     if found.width * found.height > MAX_PIXELS:
         raise _large(field)
     try:

@@ -71,7 +71,7 @@ class RequestMedia:
             first, end = max(start, item.offset), min(start + count, item.offset + item.length)
             if first < end:
                 if (rows := self.rows.get(place)) is None:
-                    raise StepFailed("rows of media are missing")
+                    raise StepFailed("embeddings of media are missing")
                 runs.append((first - start, rows[first - item.offset : end - item.offset]))
         return runs
 

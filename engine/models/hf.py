@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvferry.engine.models.base import KeepGoing, Model, ModelInfo, SuspendedPass
-from kvferry.engine.models.hf_attention import AttentionSlot, PagedAttention, seated_attention
+from kvferry.engine.models.hf_attention import AttentionSlot, PagedAttention, slot_attention
 from kvferry.engine.models.hf_dense import DenseModule
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
@@ -30,7 +30,7 @@ def transformers_module() -> Any:
         module.is_kernels_available = _not_available
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    transformers.AttentionInterface.register(ATTENTION, seated_attention)
+    transformers.AttentionInterface.register(ATTENTION, slot_attention)
     return transformers
 
 
@@ -58,13 +58,13 @@ class HFModel(Model):
     """Implements `engine.models.base.Model` with a flat batch [1, T], the plan's positions, and no cache of its own."""
 
     def __init__(
-        self, module: Any, seat: AttentionSlot, info: ModelInfo, device: torch.device, dtype: torch.dtype, ops: Ops
+        self, module: Any, slot: AttentionSlot, info: ModelInfo, device: torch.device, dtype: torch.dtype, ops: Ops
     ):
         self.info = info
         self.device = device
         self.dtype = dtype
         self._module = module
-        self._seat = seat
+        self._slot = slot
         self.ops = ops
 
     def forward(
@@ -76,11 +76,11 @@ class HFModel(Model):
         halfway: SuspendedPass | None = None,
     ) -> torch.Tensor:
         assert halfway is None, "a transformers module cannot resume a pass"
-        self._seat.attention = PagedAttention(self.ops, kv, plan, self.dtype, keep_going)
+        self._slot.attention = PagedAttention(self.ops, kv, plan, self.dtype, keep_going)
         try:
             return hidden_states(self._module, token_ids, plan.positions)
         finally:
-            self._seat.attention = None
+            self._slot.attention = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(self._module, hidden)

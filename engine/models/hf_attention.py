@@ -15,7 +15,7 @@ from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.ops import Ops
 from kvferry.protocol.errors import ConfigError
 
-SEAT = "kvferry_seat"
+SLOT = "kvferry_slot"
 _ALTERS_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")
 
 
@@ -35,16 +35,16 @@ class AttentionSlot:
     attention: Attention | None = None
 
 
-def take_seats(model: torch.nn.Module) -> AttentionSlot:
+def attach_slot(model: torch.nn.Module) -> AttentionSlot:
     """Attach one slot to every module that knows its layer."""
-    seat = AttentionSlot()
+    slot = AttentionSlot()
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, SEAT, seat)
-    return seat
+            setattr(module, SLOT, slot)
+    return slot
 
 
-def seated_attention(
+def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,12 +64,12 @@ def seated_attention(
         altered.append("attention to later tokens")
     if altered:
         raise ConfigError(f"the model's attention uses {', '.join(altered)}, which is not supported", param="model")
-    seat: AttentionSlot = getattr(module, SEAT)
-    assert seat.attention is not None, "attention outside a forward pass"
+    slot: AttentionSlot = getattr(module, SLOT)
+    assert slot.attention is not None, "attention outside a forward pass"
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     layer: Any = module.layer_idx
-    return seat.attention.attend(layer, q, k, v, scale, sliding_window or 0).unsqueeze(0), None
+    return slot.attention.attend(layer, q, k, v, scale, sliding_window or 0).unsqueeze(0), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.models.dense_forms import DenseForms
 from kvferry.engine.models.directory import open_directory
 from kvferry.engine.models.hf import ATTENTION, HFModel, hidden_states, logits_of, transformers_module
-from kvferry.engine.models.hf_attention import AttentionSlot, ShapeProbe, take_seats
+from kvferry.engine.models.hf_attention import AttentionSlot, ShapeProbe, attach_slot
 from kvferry.engine.models.hf_dense import pack_modules
 from kvferry.engine.models.hf_stored import GGUFRows, coded_layers
 from kvferry.engine.models.parameters import Progress
@@ -49,8 +49,8 @@ def load_hf(
     if not length:
         raise ConfigError(f"{source.path} does not give the model's longest sequence", param="model")
     module, kept = _shared(source, device, dtype, ops, quantization, progress, weights_fd)
-    seat = take_seats(module)
-    probe, vocab_size = _probe(module, seat, device)
+    slot = attach_slot(module)
+    probe, vocab_size = _probe(module, slot, device)
     info = ModelInfo(
         name=source.name,
         revision="+".join((source.revision, *kept)),
@@ -62,7 +62,7 @@ def load_hf(
     )
     if progress is not None:
         progress(1.0)
-    return HFModel(module, seat, info, device, dtype, ops)
+    return HFModel(module, slot, info, device, dtype, ops)
 
 
 def _shared(
@@ -168,18 +168,18 @@ def _as_config_error(source: ModelSource) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _probe(module: Any, seat: AttentionSlot, device: torch.device) -> tuple[ShapeProbe, int]:
+def _probe(module: Any, slot: AttentionSlot, device: torch.device) -> tuple[ShapeProbe, int]:
     """Return the layers' attention shapes and the width of the logits."""
     if "position_ids" not in inspect.signature(module.base_model.forward).parameters:
         raise ConfigError(f"{type(module).__name__} takes no position_ids, which is not supported", param="model")
     tokens, positions = torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device)
-    seat.attention = probe = ShapeProbe()
+    slot.attention = probe = ShapeProbe()
     try:
         ours = logits_of(module, hidden_states(module, tokens, positions))
         probe.check(module.config)
         whole = module(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0].float()
     finally:
-        seat.attention = None
+        slot.attention = None
     if not torch.allclose(ours, whole, rtol=2e-2, atol=2e-2):
         raise ConfigError(f"{type(module).__name__} changes its logits in a way that is not supported", param="model")
     return probe, whole.shape[-1]

@@ -19,8 +19,8 @@ ROOM = 1 << 18
 class SharedGroup:
     """Implements `engine.ranks.group.Group` by sums in rank order, so a number's bits depend on no other number.
 
-    places  float32 [TURNS, ranks, room], shared by all ranks
-    meet    barrier: returns once every rank has called it; earlier writes to shared memory are visible afterwards
+    places   float32 [TURNS, ranks, room], shared by all ranks
+    barrier  returns once every rank has called it; earlier writes to shared memory are visible afterwards
     """
 
     apart = False

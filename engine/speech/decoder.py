@@ -51,11 +51,6 @@ class Decoder:
         """Return the device of the pool."""
         return self._kv.device
 
-    @property
-    def ops_name(self) -> str:
-        """Return the name of the operations."""
-        return self._ops.name
-
     def store(self, audio: torch.Tensor, blocks: Sequence[int]) -> None:
         """Write keys and values of the encoder's output [positions, width] of all layers into these blocks."""
         audio = audio.to(self._places.dtype)

@@ -41,7 +41,7 @@ class SpeechOptions:
         if stream and form not in ("json", "text"):
             raise InvalidRequest("stream needs response_format json or text", param="stream")
         if request.translate and not languages:
-            raise InvalidRequest("the model knows English alone and does not translate", param="model")
+            raise InvalidRequest("the model supports only English and does not translate", param="model")
         given = float(fields.get("temperature") or 0.0)
         return cls(
             request.translate,

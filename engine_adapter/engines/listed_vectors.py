@@ -43,7 +43,7 @@ class SglangPooling:
 
 def _require_embed(task: PoolingTask) -> None:
     if task != "embed":
-        raise InvalidRequest("this model's engine gives no logits of labels", param="model")
+        raise InvalidRequest("this model's engine returns no classifier logits", param="model")
 
 
 def _numbers(reported: Any, *path: str | int) -> array[float]:

@@ -17,7 +17,7 @@ from kvferry.engine_adapter.prometheus_text import value
 from kvferry.engine_adapter.text_tokens import TextVocabulary
 from kvferry.model_files.source import read_facts, resolve
 from kvferry.model_files.tokenizer import load_tokenizer
-from kvferry.protocol.errors import ConfigError, InvalidRequest, KvferryError, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.errors import ConfigError, InvalidRequest, KvferryError, NodeDown, Overloaded, StepFailed
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 
@@ -99,7 +99,7 @@ class OpenaiEngine:
             await self._http.text(self._health_path, HEALTH_S)
         except (Overloaded, StepFailed) as error:
             if self._was_well or self._health_path != HEALTH or isinstance(error, Overloaded):
-                raise NodeDied(f"the engine is not well: {error.message}") from error
+                raise NodeDown(f"the engine reports that it is unhealthy: {error.message}") from error
             await self._http.text(MODELS, HEALTH_S)
             self._health_path = MODELS
         self._was_well = True
@@ -123,7 +123,7 @@ class OpenaiEngine:
             await self._http.stream(COMPLETIONS, body, answer.event)
         except Ended:
             pass
-        except NodeDied:
+        except NodeDown:
             if answer.last is None:
                 raise
         finally:

@@ -80,18 +80,18 @@ class Answer:
 
     def _read(self, choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
         """Return the new tokens of a choice, and their log-probabilities if they are asked for."""
-        asked = self._params.logprobs
-        reported = rows_of(choice.get("logprobs")) if asked is not None else []
+        wanted = self._params.logprobs
+        reported = rows_of(choice.get("logprobs")) if wanted is not None else []
         if self._text is None:
             ids = token_ids(choice)
             if choice.get("text") and not ids:
                 raise StepFailed("the engine's answer has text without token ids")
-            return ids, None if asked is None else of_tokens(ids, reported, asked, self._vocabulary)
+            return ids, None if wanted is None else of_tokens(ids, reported, wanted, self._vocabulary)
         text = choice.get("text") or ""
         ids = self._text.feed(text)
-        if asked is None or self._vocabulary is None:
+        if wanted is None or self._vocabulary is None:
             return ids, None
-        return of_text(text, ids, reported, asked, self._vocabulary) if ids else (ids, ())
+        return of_text(text, ids, reported, wanted, self._vocabulary) if ids else (ids, ())
 
     def _count_end(self) -> None:
         """Add the end-of-sequence token of a text, if the usage counts it, since text does not contain it."""

@@ -6,7 +6,6 @@ import base64
 import binascii
 import json
 import logging
-import sys
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from kvferry.engine_adapter.pooling_engine import PoolingCall, PoolingTask
 from kvferry.engine_adapter.prometheus_text import labels, value
 from kvferry.protocol.errors import ConfigError, StepFailed
 from kvferry.protocol.messages import Job
+from kvferry.protocol.work import floats
 
 log = logging.getLogger("kvferry.adapter")
 
@@ -170,15 +170,6 @@ class VllmPooling:
             body["cache_salt"] = call.cache_salt
         reported = await self._http.post("/pooling", body, None)
         try:
-            return _numbers(base64.b64decode(reported["data"][0]["data"], validate=True))
+            return floats(base64.b64decode(reported["data"][0]["data"], validate=True))
         except (TypeError, LookupError, ValueError, binascii.Error) as error:
             raise StepFailed(f"the engine's answer holds no vector: {type(error).__name__}") from error
-
-
-def _numbers(data: bytes) -> array[float]:
-    """Return float32 numbers that are written in little-endian order."""
-    found = array("f")
-    found.frombytes(data)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found

@@ -29,21 +29,21 @@ class VllmMedia:
 
         Raises InvalidRequest if its media become too large."""
         chat = await with_files(request.chat, request.files) if request.files else request.chat
-        asked = with_fields(chat, model=adapter or self._model(), max_tokens=1)
-        told = await self._http.post(f"{CHAT}/render", asked, None)
+        rendered = with_fields(chat, model=adapter or self._model(), max_tokens=1)
+        reported = await self._http.post(f"{CHAT}/render", rendered, None)
         try:
-            return RenderedPrompt(tuple(told["token_ids"]), await items_of(told.get("features")))
+            return RenderedPrompt(tuple(reported["token_ids"]), await items_of(reported.get("features")))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise StepFailed(f"the engine's prompt cannot be read: {type(error).__name__} {error}") from error
 
     async def answer(self, chat: bytes, tokens: int, cache_salt: str) -> tuple[int, ...]:
         """Return greedy tokens of the answer to a chat."""
-        asked = with_fields(
+        request = with_fields(
             chat, model=self._model(), max_tokens=tokens, temperature=0.0, ignore_eos=True, cache_salt=cache_salt,
             return_token_ids=True,
         )  # fmt: skip
-        told = await self._http.post(CHAT, asked, None)
-        return tuple(told["choices"][0].get("token_ids") or ())
+        reported = await self._http.post(CHAT, request, None)
+        return tuple(reported["choices"][0].get("token_ids") or ())
 
     async def transcribe(
         self, request: SpeechRequest, begun: Callable[[str], None], deliver: Callable[[bytes], None]
@@ -100,8 +100,8 @@ async def with_features(body: bytes, items: Sequence[MediaItem]) -> bytes:
         datas.setdefault(item.modality, []).append(base64.b64encode(item.data))
         await asyncio.sleep(0)
     tensors = b",".join(b'"%s":["%s"]' % (name.encode(), b'","'.join(each)) for name, each in datas.items())
-    told = json.dumps({"mm_hashes": hashes, "mm_placeholders": ranges}).encode()
-    return b'%s,"features":%s,"kwargs_data":{%s}}}' % (body[:-1], told[:-1], tensors)
+    features = json.dumps({"mm_hashes": hashes, "mm_placeholders": ranges}).encode()
+    return b'%s,"features":%s,"kwargs_data":{%s}}}' % (body[:-1], features[:-1], tensors)
 
 
 def form_data(fields: Iterable[tuple[str, str]], filename: str, file: bytes) -> tuple[bytes, str]:

@@ -71,7 +71,7 @@ def sampling(params: SamplingParams, grammar: Grammar | None) -> dict[str, Any]:
     if params.allowed_token_ids is not None:
         built["allowed_token_ids"] = params.allowed_token_ids
     if params.logprobs is not None:
-        built["logprobs"] = asked(params.logprobs)
+        built["logprobs"] = top_logprobs(params.logprobs)
     if params.prompt_logprobs is not None:
         built["prompt_logprobs"] = params.prompt_logprobs
     if grammar is not None:
@@ -92,7 +92,7 @@ def structured(grammar: Grammar) -> dict[str, Any]:
     return built
 
 
-def asked(logprobs: int) -> int:
+def top_logprobs(logprobs: int) -> int:
     """Return how many log-probabilities to ask for: vLLM counts the drawn token if it is not among the likely ones."""
     return min(logprobs + 1, MAX_LOGPROBS) if logprobs else 0
 

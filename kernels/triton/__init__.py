@@ -24,7 +24,7 @@ from kvferry.kernels.decoder_spec import (
 )
 from kvferry.kernels.decoder_step import OneByOne, Step
 from kvferry.kernels.gate_spec import SILU, Gate
-from kvferry.kernels.gpu_weight_layout import form_of_stored, laid_together
+from kvferry.kernels.gpu_weight_layout import form_of_stored, join_forms
 from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.logit_adjustments import Adjusted
 from kvferry.kernels.quantised_cache import PEAKS
@@ -114,7 +114,7 @@ class TritonOps(TritonRecurrent, TorchShared):
         forms = [found for part in parts if (found := form_of_stored(part)) is not None]
         if len(forms) < len(parts):
             return None
-        return CodedLinear(laid_together(forms), columns, bias, self._filled(forms[0].codes.device))
+        return CodedLinear(join_forms(forms), columns, bias, self._filled(forms[0].codes.device))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return elementwise.rms_norm(x, None, weight, eps)[0]

@@ -73,7 +73,7 @@ class Arena:
         """Copy blocks to the device. Rows of a group that is removed meanwhile are freed after the copy."""
         with self._lock:
             if group not in self._groups:
-                raise OSError(errno.ENOENT, "its memory was needed meanwhile")
+                raise OSError(errno.ENOENT, "its memory was reused in the meantime")
             self._being_read = group
         try:
             self._copies.to_device(self._at(group.rows[first : first + len(blocks)]), blocks)

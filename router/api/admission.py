@@ -52,7 +52,7 @@ class AdmittedRequest:
         self.call = call if span.trace == call.trace else replaced(call, trace=span.trace)
         self._span = span
         self._tenant_registry, self._metrics = tenant_registry, metrics
-        self._meter = tenant_registry.meter(call.tenant)
+        self._limiter = tenant_registry.limiter(call.tenant)
         self._turns: SchedulerSlots | None = None
         self._turn: Slot | None = None
         self._used: Callable[[], TokenUsage] = TokenUsage
@@ -61,7 +61,7 @@ class AdmittedRequest:
         self._kept_open = self._left = False
 
     def __enter__(self) -> AdmittedRequest:
-        self._meter.enter()
+        self._limiter.enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -80,12 +80,12 @@ class AdmittedRequest:
         leaving in time would evade all limits."""
         used = self._used()
         self._used = lambda: used
-        self._meter.leave()
+        self._limiter.leave()
         if self.call.itl_s < inf and used.itl_s:
             self._count_target(self._metrics.itl_targets, "met" if used.itl_s <= self.call.itl_s else "missed")
         unseen = self._left and self._turn is not None and not used.prompt
         if self._charged and not unseen:
-            self._meter.settle(used.prompt + used.output - self._charged)
+            self._limiter.settle(used.prompt + used.output - self._charged)
         if self._turns and self._turn:
             computed = self._turn.prompt if unseen else used.prompt - used.cached
             self._turns.end(self._turn, computed, used.output)
@@ -95,11 +95,11 @@ class AdmittedRequest:
     @property
     def running(self) -> int:
         """Return the tenant's requests in progress, or 0 if there is only one tenant."""
-        return self._meter.running if self._tenant_registry.several() else 0
+        return self._limiter.running if self._tenant_registry.several() else 0
 
     def headers(self) -> Mapping[str, str]:
         """Return the rate-limit headers of the tenant, and the adaptations of the messages to the chat template."""
-        found = self._meter.headers()
+        found = self._limiter.headers()
         return {**found, ADAPTED: ", ".join(self.adaptations)} if self.adaptations else found
 
     def identify(self, call: RequestContext) -> None:
@@ -111,7 +111,7 @@ class AdmittedRequest:
 
         session: the body's name for it, which counts if no header has one. resumes: its client has read the beginning,
         so that it has no targets."""
-        call, tenant = self.call, self._meter.tenant
+        call, tenant = self.call, self._limiter.tenant
         is_background = call.is_background or body.is_background
         has_targets = not (is_background or resumes)
         first_by = call.arrival + 1e-3 * tenant.ttft_ms if tenant.ttft_ms and has_targets else inf
@@ -130,11 +130,11 @@ class AdmittedRequest:
 
         Raises RateLimited if the tenant's tokens are used up, and Overloaded if the slot would come too late."""
         charge = size.prompt + size.sequences * min(size.most_output, int(FIRST_OUTPUT))
-        self._meter.charge(charge)
+        self._limiter.charge(charge)
         self._charged = charge
         span = TRACER.start("queue", self.call.trace)
         try:
-            self._turn = await turns.take(self._meter.tenant, self.call, size)
+            self._turn = await turns.take(self._limiter.tenant, self.call, size)
         finally:
             span.end("" if self._turn else "the queue timed out")
         self._turns = turns

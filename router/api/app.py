@@ -16,6 +16,7 @@ from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.api.adapters import ADAPTER_BODIES, adapter_routes
+from kvferry.router.api.answer_base import Endpoint
 from kvferry.router.api.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -28,10 +29,12 @@ from kvferry.router.api.bodies.generating import ChatBody
 from kvferry.router.api.bodies.reader import BodyReader
 from kvferry.router.api.cors import across_origins
 from kvferry.router.api.documentation import STREAMED, SUCCESS, Application, errors, takes
-from kvferry.router.api.fold import Endpoint
+from kvferry.router.api.formats.chat import ChatFormat
+from kvferry.router.api.formats.chunks import chunks
+from kvferry.router.api.formats.completions import CompletionFormat
 from kvferry.router.api.generating_route import GeneratingRoute
-from kvferry.router.api.generation_route import InflightLimit
 from kvferry.router.api.http_errors import HANDLERS
+from kvferry.router.api.inference_route import InflightLimit
 from kvferry.router.api.infill.answer import InfillAnswer, InfillObject
 from kvferry.router.api.infill.body import InfillBody
 from kvferry.router.api.ingress import Ingress
@@ -55,9 +58,6 @@ from kvferry.router.api.responses.stored_responses import StoredResponses
 from kvferry.router.api.resumed_routes import Exchanged, resumed_routes
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.api.sessions import session_routes
-from kvferry.router.api.shapes.chat import ChatShape
-from kvferry.router.api.shapes.chunks import chunks
-from kvferry.router.api.shapes.completions import CompletionShape
 from kvferry.router.api.tokenization import DetokenizeBody, TokenizeBody
 from kvferry.router.api.tokenization_routes import tokenization_routes
 from kvferry.router.batch.batches import Batches
@@ -75,7 +75,7 @@ GENERATING = (*ENCODING, 503, 504)
 
 def endpoints(responses: StoredResponses, background: Background) -> tuple[Endpoint, ...]:
     """Return all generating endpoints, one line each."""
-    chat, completion = chunks(ChatShape), chunks(CompletionShape)
+    chat, completion = chunks(ChatFormat), chunks(CompletionFormat)
     return (
         Endpoint(
             "/v1/chat/completions", "Answer a chat", ChatBody, chat, ChatAnswer, prefix="chatcmpl-"

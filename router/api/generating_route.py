@@ -1,4 +1,4 @@
-"""GeneratingRoute: serves a generating endpoint, and resumes its requests from their journals."""
+"""GeneratingRoute: serves an endpoint that generates text, and resumes its recorded requests from their journals."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.types import Message
 
 from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError
 from kvferry.router.api.admission import AdmittedRequest
+from kvferry.router.api.answer_base import Answer, Endpoint
 from kvferry.router.api.beams import BeamGeneration
 from kvferry.router.api.bodies.generating import GenerationBody
 from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
-from kvferry.router.api.fold import Answer, Endpoint
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.generation_route import GenerationRoute
+from kvferry.router.api.inference_route import InferenceRoute
 from kvferry.router.api.keep_alive import KeepAlive
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.served_models import ServedModel
@@ -35,7 +35,7 @@ async def _nowhere(message: Message) -> None:
     """Send nothing: there is no client."""
 
 
-class GeneratingRoute(GenerationRoute[Endpoint]):
+class GeneratingRoute(InferenceRoute[Endpoint]):
     """Route of a generating endpoint."""
 
     def __init__(self, endpoint: Endpoint, journals: RequestJournals, keep_alive: KeepAlive, *shared: Any) -> None:
@@ -147,7 +147,7 @@ class GeneratingRoute(GenerationRoute[Endpoint]):
             async with aclosing(generation.pieces()) as pieces:
                 first = await anext(pieces)
                 admitted.began(journal.used(generation.used) if journal is not None else generation.used)
-                answer = self.endpoint.shape(admitted.call, pool, chat, generation)
+                answer = self.endpoint.make_answer(admitted.call, pool, chat, generation)
                 del chat, specs, parsing  # while it streams, its dispatches hold what a retry needs
                 if journal is not None:
                     answer.streams, answer.ids = answer.streams or admitted.call.resume.streams, ids

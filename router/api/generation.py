@@ -1,7 +1,7 @@
 """Generation: runs all sequences of one HTTP request on nodes, counts their usage, and cancels what still runs.
 
-`SequenceStream` turns each Output of a dispatch into a Piece. A transcript turns its tokens into text, a stage
-of parsers follows for tool calls or reasoning, and the endpoint's Answer formats the result."""
+`SequenceStream` turns each Output of a dispatch into a Piece. A transcript turns its tokens into text, an
+OutputParser separates tool calls and reasoning, and the endpoint's Answer formats the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvferry.router.dispatch.interface import Dispatch, RequestSpec, Route
 from kvferry.router.tenants.scheduler_slots import Size
 from kvferry.router.tenants.tenant_queue import Slot
 from kvferry.router.text.parsers.families import shown
-from kvferry.router.text.parsers.stage import PLAIN, Parsing, Stage
+from kvferry.router.text.parsers.output_parser import PLAIN, OutputParser, Parsing
 from kvferry.router.text.transcript import TextOptions, Transcript
 
 _SEEDS = 2**64
@@ -164,7 +164,7 @@ class Generation:
             choice.dispatch = self._pool.cluster.start(choice.spec)
         return SequenceStream(choice, aiter(choice.dispatch), self)
 
-    def transcript(self, spec: RequestSpec) -> Transcript | Stage:
+    def transcript(self, spec: RequestSpec) -> Transcript | OutputParser:
         """Return a new transcript of a sequence, with parsers if needed."""
         assert isinstance(spec.work, Generate)
         tokenizer = self._pool.text.tokenizer
@@ -172,13 +172,13 @@ class Generation:
         if self._parsing is PLAIN:
             return transcript
         name = f"{spec.request_id} {spec.call.identity.nonce}"
-        return Stage(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids), name)
+        return OutputParser(transcript, self._parsing, self._parsing.reader(tokenizer, spec.token_ids), name)
 
-    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
+    async def cancel(self, choice: Choice, *, complete: bool = False) -> None:
         """Cancel a choice's dispatch if it still runs."""
         if choice.dispatch is not None and not choice.ended:
             choice.ended = True
-            await choice.dispatch.cancel(enough=enough)
+            await choice.dispatch.cancel(complete=complete)
 
     def count_first(self, now: float, route: Route | None) -> None:
         """Count a prompt, and observe the time to first token at the first call."""

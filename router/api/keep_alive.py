@@ -13,7 +13,7 @@ from contextvars import Context
 from starlette.types import Message
 
 from kvferry.router.api.responder import Responder
-from kvferry.runtime.first_step import begun
+from kvferry.runtime.eager_start import start_eagerly
 
 KEEP_ALIVE_S = 0.4
 """Silence of a stream after which a comment is written, in seconds."""
@@ -73,7 +73,7 @@ class KeptStream:
         if self._sending or now - self._sent_at < KEEP_ALIVE_S:
             return
         try:
-            rest = begun(self._responder.keep_alive())
+            rest = start_eagerly(self._responder.keep_alive())
         except Exception:
             return  # the client has left, which its request notices itself
         if rest is not None:

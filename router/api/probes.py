@@ -101,7 +101,7 @@ def trouble(pools: ServedModels, placing: bool) -> str:
 
 async def _peers_trouble(peers: WorkerPeers, placing: bool) -> str:
     """Return the first trouble of the other processes on the port; empty if there is none."""
-    for number, reason in (await peers.ask("trouble", placing)).items():
+    for number, reason in (await peers.call("trouble", placing)).items():
         if reason is None:
             return f"no answer from router process {number}"
         if reason:

@@ -34,7 +34,7 @@ class AppliedTemplate(BaseModel):
 
 
 class RenderedRequest(BaseModel):
-    """What a request becomes, in the shape that vLLM's /inference/v1/generate takes; `prompt` is the text."""
+    """What a request becomes, in the form that vLLM's /inference/v1/generate takes; `prompt` is the text."""
 
     request_id: str
     prompt: str

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.protocol.errors import InvalidRequest
+from kvferry.router.api.answer_base import Endpoint
 from kvferry.router.api.documentation import STREAMED, errors, path_parameter
-from kvferry.router.api.fold import Endpoint
 from kvferry.router.request_context import CALL, ResumeHeaders
 
 MAX_NUMBER = 10**9

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.model_metrics import ModelMetrics
-from kvferry.router.dispatch.interface import Dispatch, Enough, Output, RequestSpec, Route
-from kvferry.router.text.parsers.stage import Stage, single
+from kvferry.router.dispatch.interface import Dispatch, Output, OutputComplete, RequestSpec, Route
+from kvferry.router.text.parsers.output_parser import OutputParser, single
 from kvferry.router.text.transcript import Piece, Transcript
 
 
@@ -37,7 +37,7 @@ class Choice:
     prompt: int
     spec: RequestSpec
     dispatch: Dispatch | None = None
-    transcript: Transcript | Stage | None = None
+    transcript: Transcript | OutputParser | None = None
     ended: bool = False
     uncounted: bool = False
     journal: OutputJournal | None = None
@@ -69,7 +69,7 @@ class Whole(Protocol):
 
     metrics: ModelMetrics
 
-    def transcript(self, spec: RequestSpec) -> Transcript | Stage:
+    def transcript(self, spec: RequestSpec) -> Transcript | OutputParser:
         """Return a new transcript of a sequence."""
 
     def count_first(self, now: float, route: Route | None) -> None:
@@ -78,7 +78,7 @@ class Whole(Protocol):
     def count_late(self, choice: Choice) -> None:
         """Count a prompt whose token sources were reported only with the last token."""
 
-    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
+    async def cancel(self, choice: Choice, *, complete: bool = False) -> None:
         """Cancel a choice's dispatch."""
 
 
@@ -106,7 +106,7 @@ class SequenceStream:
     async def __anext__(self) -> ChoicePiece:
         choice = self._choice
         if self._finished:
-            await self._whole.cancel(choice, enough=True)
+            await self._whole.cancel(choice, complete=True)
             await self.aclose()
             raise StopAsyncIteration
         output = self._split.pop() if self._split else await anext(self._outputs, None)
@@ -143,7 +143,7 @@ class SequenceStream:
             piece = self._piece(each)
             if self._finished:
                 self._end = piece
-                raise Enough
+                raise OutputComplete
             listener(choice, piece)
 
     def _written(self, output: Output, transcript: Transcript, write: TextWriter) -> bool:

@@ -162,7 +162,7 @@ class ServedModel:
         return body.in_session(self.spec(call, request_id, token_ids, Generate(params, grammar), body.cache_salt))
 
     def _budget(self, body: GenerationBody, prompt_len: int) -> int:
-        """Return max_tokens: the requested number, else the shape's default, else the rest of the context.
+        """Return max_tokens: the requested number, else the endpoint's default, else the rest of the context.
 
         A requested 0 (echo only) still takes one. Raises ContextLengthExceeded."""
         bound_field, requested = body.output_bound()

@@ -10,7 +10,7 @@ import asyncio
 from contextvars import copy_context
 
 from kvferry.router.api.responder import Responder
-from kvferry.runtime.first_step import begun
+from kvferry.runtime.eager_start import start_eagerly
 
 MAX_BYTES = 64 * 1024
 """Bytes held back before the writer must wait for the client."""
@@ -76,7 +76,7 @@ class WriteBuffer:
     def _write(self) -> None:
         if self._parts and self._waiting is None:
             try:
-                rest = begun(self._responder.write(self._take()))
+                rest = start_eagerly(self._responder.write(self._take()))
                 if rest is None:
                     return
                 self._waiting = self._loop.create_task(rest)

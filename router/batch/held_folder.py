@@ -1,4 +1,4 @@
-"""HeldFolder: a batch on disk that one process holds and writes answers to. All functions block."""
+"""HeldFolder: a batch's folder on disk, held by one process, which appends answers of rows. All functions block."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class DashboardRoutes:
         own = self._snapshots.state(viewer)
         if self._peers.alone:
             return own
-        answers = (await self._peers.ask("state", viewer)).values()
+        answers = (await self._peers.call("state", viewer)).values()
         return merged(own, [State.model_validate_json(each) for each in answers if each is not None], self._peers.count)
 
     async def _own_state(self, viewer: str | None) -> bytes:

@@ -183,13 +183,13 @@ class Attempt:
         """Post an error that a node reported, unless the prefill node had already done its part."""
         if self._has_finished(reporter):
             return
-        culprits = nodes_at_fault(error, reporter, self.placement, decoding=self.decoding)
-        if len(culprits) == 2 and not self._over:
-            prefill, decode = map(node_key, culprits)
+        at_fault = nodes_at_fault(error, reporter, self.placement, decoding=self.decoding)
+        if len(at_fault) == 2 and not self._over:
+            prefill, decode = map(node_key, at_fault)
             self._breakers.pair_failed(prefill, decode, certain=isinstance(error, NodeLost | Incompatible))
             if isinstance(error, BlocksCorrupt):
                 self._breakers.corrupt(prefill, decode)
-        self._fail(error, *culprits)
+        self._fail(error, *at_fault)
 
     def _unreachable(self, error: KvferryError, node: NodeLease | None, *, at_fault: bool = True) -> None:
         """Fail the attempt: a node does not answer, or a call to it failed."""
@@ -203,10 +203,10 @@ class Attempt:
     def _has_finished(self, node: NodeLease) -> bool:
         return node.role == "prefill" and self._first_seen and (self.decoding or self._prefilled)
 
-    def _fail(self, error: KvferryError, *culprits: NodeLease) -> None:
+    def _fail(self, error: KvferryError, *at_fault: NodeLease) -> None:
         if not self._over:
             self._over, self._error = True, error.code
-            self._post(failure(self.job.attempt, error, culprits, self.placement, decoding=self.decoding))
+            self._post(failure(self.job.attempt, error, at_fault, self.placement, decoding=self.decoding))
 
     async def _begin(self) -> None:
         node = self._prefill_node or self.decode_node

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from kvferry.placement.rejections import TargetMissed, no_nodes_alike, too_late
+from kvferry.placement.rejections import TargetMissed, no_compatible_nodes, too_late
 from kvferry.placement.types import Demand, NodeKey, Placement
-from kvferry.protocol.errors import DeadlineExceeded, GrantRefused, KvferryError, NodeDied, NoNodes, Overloaded
+from kvferry.protocol.errors import DeadlineExceeded, GrantRefused, KvferryError, NodeDown, NoNodes, Overloaded
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.context import DispatchContext, Hashes, Hits
@@ -149,14 +149,14 @@ class AttemptPlanner:
         """Apply the retry policy after a failure and return the name of its step.
 
         `others` are the nodes of an attempt that still runs. Raises the error if no other attempt can help."""
-        died = isinstance(failure.error, NodeDied)
-        culprit = node_key(failure.culprits[0])
+        died = isinstance(failure.error, NodeDown)
+        faulty = node_key(failure.at_fault[0])
         if died:
-            self._context.deaths.died(culprit, failure.works, self._suspect, len(self._delivered))
+            self._context.deaths.died(faulty, failure.works, self._suspect, len(self._delivered))
         self.runs_on(others)
         self.failures += 1
         self._failure, self._needs_budget = failure.error, not died and not self._delivered
-        prefills = self._context.usable("prefill", culprit, self._spec.adapter, self.fingerprint)
+        prefills = self._context.usable("prefill", faulty, self._spec.adapter, self.fingerprint)
         return self._retry_policy.next_step(failure, len(self._delivered), prefills)
 
     def record_progress(self) -> None:
@@ -180,7 +180,9 @@ class AttemptPlanner:
         """Return the error of the request after its deadline."""
         call = self._spec.call
         if self._targets is not None and self._targets.waits:
-            return Overloaded("requests with targets kept this one from the nodes until its deadline", retry_after=1.0)
+            return Overloaded(
+                "requests with latency targets took precedence until the deadline of this one", retry_after=1.0
+            )
         return DeadlineExceeded(f"not finished after {call.deadline - call.arrival:.3g} s")
 
     def end(self) -> None:
@@ -235,7 +237,7 @@ class AttemptPlanner:
         if isinstance(self._failure, GrantRefused | Overloaded):
             return Overloaded("every decode node is full", retry_after=error.retry_after or 1.0)
         if isinstance(error, NoNodes) and self.fingerprint and any(map(self._is_other, self._context.model.groups)):
-            return no_nodes_alike(self._context.model.name.first)
+            return no_compatible_nodes(self._context.model.name.first)
         return error
 
     def _is_other(self, group: FingerprintGroup) -> bool:

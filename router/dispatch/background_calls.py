@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from kvferry.runtime.first_step import begun
+from kvferry.runtime.eager_start import start_eagerly
 
 
 class BackgroundCalls:
@@ -26,7 +26,7 @@ class BackgroundCalls:
         """Run the first step of a call now and the rest as `send` does, so that its data is sent at once.
 
         The call may use its task only after its first await."""
-        return self.send(begun(call) or _nothing())
+        return self.send(start_eagerly(call) or _nothing())
 
     def limit(self, task: asyncio.Task[None], limit_s: float) -> None:
         """Cancel the task if it still runs after `limit_s` seconds."""

@@ -17,7 +17,7 @@ from kvferry.router.dispatch.model_cluster import ModelCluster
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import BlockLookup, Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
-from kvferry.router.dispatch.shared import Shared
+from kvferry.router.dispatch.router_services import RouterServices
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
@@ -94,7 +94,7 @@ class RouterCluster:
         self._streams = TokenStreams(self._client)
         self._relayed = RelayedRegistry(self.nodes, self._client, relayed) if relayed is not None else None
         clock = self.nodes.clock
-        self._shared = Shared(
+        self._shared = RouterServices(
             self.nodes,
             self._client,
             Prefixes(index, metrics, lookup_s),

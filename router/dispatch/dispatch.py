@@ -21,7 +21,7 @@ from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, ship_late_s
-from kvferry.router.dispatch.interface import Enough, Fork, Output, RequestSpec, Route
+from kvferry.router.dispatch.interface import Fork, Output, OutputComplete, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
 from kvferry.router.dispatch.prediction import ReuseAccount
 from kvferry.router.dispatch.timers import EventQueue, Timer, Timers
@@ -69,9 +69,9 @@ class RequestDispatch:
         node = leader.placement.decode if self.route.decode else leader.placement.prefill
         return Fork(leader.job.request_id, node_key(node) if node else None, self._planner.fingerprint)
 
-    async def cancel(self, *, enough: bool = False) -> None:
+    async def cancel(self, *, complete: bool = False) -> None:
         if not self._over:
-            self._outcome = "done" if enough else ""
+            self._outcome = "done" if complete else ""
             self._end(cancel=True)
             self._inbox.post(Cancelled("the request was cancelled"))
 
@@ -100,7 +100,7 @@ class RequestDispatch:
                     await self._hand_over(event.attempt)
                 elif event is Timer.LATE or isinstance(event, NodeSuspected):
                     await self._hedge(late=event is Timer.LATE)
-        except Enough:
+        except OutputComplete:
             self._outcome = "done"
         except KvferryError as error:
             self._outcome = error.code
@@ -190,7 +190,7 @@ class RequestDispatch:
         self._hedged.leave(failure.attempt)
         self._prediction.ended(failure.attempt, failure.error)
         step = self._planner.failed(failure, self._hedged.nodes)
-        self._retried(step, failure.culprits, f"{failure.error.code}: {failure.error}")
+        self._retried(step, failure.at_fault, f"{failure.error.code}: {failure.error}")
         log.info("%s: %s (%s), next: %s", self._wire_id, failure.error.code, failure.error, step)
 
     def _preempt(self) -> None:

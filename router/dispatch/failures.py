@@ -21,12 +21,12 @@ Work = Literal["prefill", "decode"]
 class Failure:
     """End of an attempt that did not finish.
 
-    `culprits` holds the node at fault as far as the router knows, or the prefill and decode node that do not reach
-    each other. `works` are the phases that the first culprit had to compute."""
+    `at_fault` holds the node at fault as far as the router knows, or the prefill and decode node that do not reach
+    each other. `works` are the phases that the first of them had to compute."""
 
     attempt: int
     error: KvferryError
-    culprits: tuple[NodeLease, ...]
+    at_fault: tuple[NodeLease, ...]
     works: frozenset[Work] = frozenset()
 
 
@@ -48,15 +48,15 @@ def nodes_at_fault(
 
 
 def failure(
-    attempt: int, error: KvferryError, culprits: tuple[NodeLease, ...], placement: Placement, *, decoding: bool
+    attempt: int, error: KvferryError, at_fault: tuple[NodeLease, ...], placement: Placement, *, decoding: bool
 ) -> Failure:
     """Build the failure of an attempt on that placement.
 
     A decode node without a prefill node also computes the prompt."""
     works: set[Work] = {"prefill"}
-    if placement.decode and culprits[0].node_id == placement.decode.node_id:
+    if placement.decode and at_fault[0].node_id == placement.decode.node_id:
         works = {"decode"} if placement.prefill or decoding else {"prefill", "decode"}
-    return Failure(attempt, error, culprits, frozenset(works))
+    return Failure(attempt, error, at_fault, frozenset(works))
 
 
 def error_of(failure: AttemptFailed) -> KvferryError:

@@ -114,7 +114,7 @@ class Route:
         return f"{nodes} reused={self.reuse.cached_len} computed={self.reuse.computed}{fetched}"
 
 
-class Enough(Exception):
+class OutputComplete(Exception):
     """Raised by the listener of a dispatch when its client has all that it asked for, as at a stop string."""
 
 
@@ -136,15 +136,15 @@ class Dispatch(Protocol):
         """Send outputs directly to `listener`, in order, while the iteration waits for the next one.
 
         Only outputs that carry nothing but tokens take this path; the last output never does. The iteration raises what
-        the listener raises. After Enough it ends as after `cancel(enough=True)`."""
+        the listener raises. After OutputComplete it ends as after `cancel(complete=True)`."""
 
     def calls_tools(self, names: Collection[str]) -> None:
         """Send the nodes, at the output's end, the tools that it calls: its session is then likely to continue."""
 
-    async def cancel(self, *, enough: bool = False) -> None:
+    async def cancel(self, *, complete: bool = False) -> None:
         """Cancel the request on all nodes.
 
-        `enough=True` ends it as a success: the client has all that it asked for, as at a stop string. Otherwise the
+        `complete=True` ends it as a success: the client has all that it asked for, as at a stop string. Otherwise the
         client has disconnected. Returns at once if the request has already ended."""
 
 

@@ -22,7 +22,7 @@ from kvferry.protocol.media import Encoded, EncodeRequest, MediaItem, with_data,
 from kvferry.protocol.messages import DecodeTarget, GenerateRequest, Job, PrefillRequest
 from kvferry.protocol.wire import pack
 from kvferry.router.dispatch.prefixes import Prefixes
-from kvferry.router.dispatch.shared import Shared
+from kvferry.router.dispatch.router_services import RouterServices
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes, takes
 from kvferry.router.nodes.node_entry import NodeEntry, node_key
@@ -41,7 +41,7 @@ class MediaEncoding:
 
     plain: the calls for attempts without media."""
 
-    def __init__(self, model: ModelNodes, shared: Shared) -> None:
+    def __init__(self, model: ModelNodes, shared: RouterServices) -> None:
         self._model, self._nodes, self._metrics = model, shared.nodes, shared.metrics.encodes
         self.plain: NodeClient = shared.client
         self._prefixes: Prefixes = shared.prefixes

@@ -89,7 +89,7 @@ class Migration:
         self.end()
         if failure.attempt != successor.job.attempt:
             return False
-        self._excluded |= {*map(node_key, failure.culprits)}
+        self._excluded |= {*map(node_key, failure.at_fault)}
         if self._hedged.leader:
             self._retry_later(self._hedged.leader.job.attempt, min(PAUSE_S * 2**self._failed, MAX_PAUSE_S))
         self._failed += 1

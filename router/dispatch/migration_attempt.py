@@ -69,8 +69,8 @@ class MigrationAttempt(Attempt):
             # The node itself reports that the move failed, even if it no longer has the stream.
             if isinstance(error, BlocksCorrupt):
                 self._breakers.corrupt(node_key(source), node_key(target))
-            culprit = target if self._kept is not None else source
-            self._fail(TransferFailed(str(known(error, source))), culprit)
+            faulty = target if self._kept is not None else source
+            self._fail(TransferFailed(str(known(error, source))), faulty)
         finally:
             overdue.cancel()
 

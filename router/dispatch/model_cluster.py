@@ -35,7 +35,7 @@ from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.dispatch.model_media import ModelMedia
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.readiness import Readiness
-from kvferry.router.dispatch.shared import Shared
+from kvferry.router.dispatch.router_services import RouterServices
 from kvferry.router.nodes.adapters import ModelAdapters
 from kvferry.router.nodes.circuit_breakers import OpenBreakers
 from kvferry.router.nodes.model_nodes import FingerprintGroup, ModelNodes, holds
@@ -50,7 +50,7 @@ CAPACITY_S = 0.5
 class ModelCluster:
     """Places and launches attempts on one model's nodes. Implements `interface.Cluster`, `context.DispatchContext`."""
 
-    def __init__(self, model: ModelNodes, shared: Shared) -> None:
+    def __init__(self, model: ModelNodes, shared: RouterServices) -> None:
         self.nodes, self.model, self.metrics = shared.nodes, model, shared.metrics
         self._reuse = shared.metrics.reuse.of(model.name.first)
         self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvferry.placement.rejections import no_nodes
-from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied, NodeLost, StepFailed
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDown, NodeLost, StepFailed
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.media import TRANSCRIPTION, RenderedPrompt, RenderRequest, followed_by, joined, with_files
 from kvferry.protocol.speech import SpeechPart, SpeechRequest
@@ -109,13 +109,13 @@ class ModelMedia:
                 raise
             if len(nodes) == 1 and not (isinstance(error, NodeLost) and await self._is_back(nodes[0], error, until)):
                 raise
-            log.info("%s does not answer for media: %s", nodes[0].node_id, error)
+            log.info("%s did not answer a media request: %s", nodes[0].node_id, error)
             return await call(nodes[:2][-1], True, until - time.monotonic())
 
     async def _is_back(self, node: NodeLease, error: NodeLost, until: float) -> bool:
         """Return whether a node that was only silent is heard again within MAX_SILENCE_S and before a time."""
         until = min(until, time.monotonic() + MAX_SILENCE_S)
-        while not isinstance(error, NodeDied) and time.monotonic() < until:
+        while not isinstance(error, NodeDown) and time.monotonic() < until:
             if (entry := self._nodes.entries.get(node_key(node))) is not None and entry.reachable:
                 return True
             await asyncio.sleep(CHECK_S)

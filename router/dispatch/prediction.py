@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvferry.placement.types import Placement
-from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamGone, TransferFailed
+from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeLost, StreamLost, TransferFailed
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
@@ -17,7 +17,7 @@ from kvferry.router.dispatch.interface import Route
 REASONS: tuple[tuple[type[KvferryError], str], ...] = (
     (Fenced, "fenced"),
     (NodeLost, "node_lost"),
-    (StreamGone, "node_lost"),
+    (StreamLost, "node_lost"),
     (Incompatible, "layout"),
     (TransferFailed, "not_arrived"),
     (KvferryError, "refused"),

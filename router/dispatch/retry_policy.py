@@ -50,7 +50,7 @@ class RetryPolicy:
 
         `delivered` counts the output tokens that the client has; `prefills` are the live nodes that could prefill.
         Raises the failure's error if no other attempt can help."""
-        error, *keys = failure.error, *map(node_key, failure.culprits)
+        error, *keys = failure.error, *map(node_key, failure.at_fault)
         if not error.retryable:
             raise error
         if delivered > self._delivered:
@@ -63,7 +63,7 @@ class RetryPolicy:
         self.pinned = None
         if len(keys) == 2:
             return self._after_pair(keys[0], keys[1])
-        if failure.culprits[0].role == "prefill":
+        if failure.at_fault[0].role == "prefill":
             return self._after_prefill(error, keys[0], delivered, prefills)
         self.excluded |= {keys[0]}
         if isinstance(error, Draining) and delivered:

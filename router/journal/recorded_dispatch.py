@@ -105,10 +105,10 @@ class RecordedDispatch:
         if self._inner is not None:
             self._inner.calls_tools(names)
 
-    async def cancel(self, *, enough: bool = False) -> None:
+    async def cancel(self, *, complete: bool = False) -> None:
         self._over = True
         if self._inner is not None:
-            await self._inner.cancel(enough=enough)
+            await self._inner.cancel(complete=complete)
 
     async def _outputs(self) -> AsyncGenerator[Output]:
         journal = self._journal

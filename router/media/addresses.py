@@ -1,9 +1,7 @@
-"""Resolves host names of clients' URLs, and checks that an address is public, so that no fetch reaches the cluster."""
+"""Checks that the address of a media URL is public, so that no fetch reaches the cluster's own network."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
@@ -24,9 +22,3 @@ def is_public(address: str) -> bool:
     if any(found in network for network in _SPECIAL) or (isinstance(found, IPv6Address) and found.is_site_local):
         return False
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
-
-
-async def resolve(host: str, port: int) -> list[str]:
-    """Return all addresses of a host. Raises OSError, and UnicodeError for a name that cannot be one."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -53,4 +53,4 @@ def _slices(url: str, begin: int, field: str) -> Iterator[bytes]:
     try:
         yield from decoded_slices(url, begin)
     except ValueError:
-        raise refused(field, "holds no valid base64: it is cut off, or has other characters") from None
+        raise refused(field, "is not valid base64: it is cut off, or has other characters") from None

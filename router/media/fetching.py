@@ -9,7 +9,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from kvferry.router.media.addresses import Resolver, is_public, resolve
+from kvferry.router.media.addresses import Resolver, is_public
 from kvferry.router.media.limits import (
     FETCH_S,
     FETCHES_PER_TENANT,
@@ -20,6 +20,7 @@ from kvferry.router.media.limits import (
 )
 from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
+from kvferry.runtime.address import resolve
 
 PORTS = {"http": 80, "https": 443}
 """Ports of the schemes; URLs with other schemes are rejected."""
@@ -111,13 +112,13 @@ class MediaFetcher:
             host, port = (parts.hostname or "").rstrip("."), parts.port
             named = httpx.URL(url).host.rstrip(".")
         except (ValueError, httpx.InvalidURL):
-            raise refused(field, "is no valid URL") from None
+            raise refused(field, "is not a valid URL") from None
         if parts.scheme not in self._ports or not host or host != named:
             raise refused(field, "must be a data URL, or an http or https URL of an allowed host")
         if host not in self._hosts:
             raise refused(field, f"names the host {host[:100]!r}, which is not in --allowed-media-domains")
         if parts.username is not None or port not in (None, self._ports[parts.scheme]):
-            raise refused(field, "must have neither a user nor a port of its own")
+            raise refused(field, "must have neither a user nor a port")
         return host, self._ports[parts.scheme]
 
     async def _address(self, host: str, port: int, field: str) -> str:
@@ -136,7 +137,7 @@ async def _content(answer: httpx.Response, field: str) -> bytes:
     if answer.status_code != 200:
         raise refused(field, f"was answered with status {answer.status_code}")
     if answer.headers.get("content-encoding", "identity") != "identity":
-        raise refused(field, "was answered in a compressed form, which was not asked for")
+        raise refused(field, "was answered in a compressed form, which the request did not accept")
     declared, data = answer.headers.get("content-length", ""), bytearray()
     if declared.isdecimal() and int(declared) > MAX_MEDIA_BYTES:
         raise refused(field, f"has more than {MAX_MEDIA_BYTES} bytes")

@@ -149,7 +149,7 @@ def checked_format(part: MediaPart, data: bytes, mime: str) -> str:
     """Return the MIME type that the first bytes show; raise InvalidMedia if it is unsupported or not declared."""
     allowed, found = FORMATS[part.modality], format_of(data)
     if found not in allowed:
-        raise refused(part.field, f"is no {part.modality} that is supported: {', '.join(allowed)}")
+        raise refused(part.field, f"is not a supported {part.modality} format: {', '.join(allowed)}")
     if mime != found:
         raise refused(part.field, f"is declared as {mime[:50]!r}, and its first bytes are those of {found}")
     return found

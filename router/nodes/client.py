@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
+from kvferry.protocol.errors import KvferryError, NodeDown, NodeLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.media import with_data, without_data
 from kvferry.protocol.messages import CancelRequest, GenerateRequest, MoveRequest, PrefillRequest, StepFrame
 from kvferry.protocol.sessions import SessionNotes
-from kvferry.protocol.stream_messages import Seen
+from kvferry.protocol.stream_messages import FrameAck
 from kvferry.protocol.wire import FrameReader, WireError, pack
 from kvferry.router.nodes.message_validation import check_answer, check_frame, refusal_of
 from kvferry.runtime.cluster_secret import HEADER
@@ -38,7 +38,7 @@ Address = tuple[str, int]
 class NodeClient:
     """Calls to nodes, each addressed by its lease.
 
-    Every call raises NodeLost if the node is unreachable, silent for too long or sends invalid data, NodeDied if the
+    Every call raises NodeLost if the node is unreachable, silent for too long or sends invalid data, NodeDown if the
     connection breaks, and the node's own KvferryError if it refuses.
 
     token      returns the cluster's secret for each call, or an empty string
@@ -110,7 +110,7 @@ class NodeClient:
         """Read the node's token stream for this router, resuming after frame `after` or from the start.
 
         Calls `opened` once the node accepts, then `deliver` for every frame. Ends only with an error: NodeLost if the
-        stream breaks or is silent for `silence_s` (heartbeats are more frequent), StreamGone if the node no longer has
+        stream breaks or is silent for `silence_s` (heartbeats are more frequent), StreamLost if the node no longer has
         the frames after `after`."""
 
         def step(frame: Any) -> None:
@@ -123,7 +123,9 @@ class NodeClient:
 
     async def seen(self, node: NodeLease, number: int) -> None:
         """Acknowledge the stream's frames up to `number`."""
-        await self.call(node, f"POST /streams/{self.router_id}/seen", pack(Seen(number)), self._answer_s, None, None)
+        await self.call(
+            node, f"POST /streams/{self.router_id}/seen", pack(FrameAck(number)), self._answer_s, None, None
+        )
 
     async def call(
         self,
@@ -155,7 +157,7 @@ class NodeClient:
             await connection.exchange((request, *rest), silence_s, opened, deliver)
         except (OSError, httptools.HttpParserError, WireError) as error:
             self._forget(address)
-            raise _node_lost(node, error, NodeDied if isinstance(error, ConnectionError) else NodeLost) from error
+            raise _node_lost(node, error, NodeDown if isinstance(error, ConnectionError) else NodeLost) from error
         self._keep_idle(address, connection)
 
     def _connection(self) -> Connection:

@@ -152,9 +152,9 @@ class NodeTable:
             for entry in self.entries.values():
                 entry.forget_load()
 
-    def _update(self, told: list[NodeLease], *, is_complete: bool = True) -> None:
+    def _update(self, reported: list[NodeLease], *, is_complete: bool = True) -> None:
         """Update the nodes by these leases; is_complete: a node without a lease may have left."""
-        leases = self._valid(told)
+        leases = self._valid(reported)
         before = self._states()
         if is_complete:
             self._note_emptiness(not leases)
@@ -186,8 +186,8 @@ class NodeTable:
 
         A registry that returned to an older state reports such leases."""
         linked = {node_id: epoch for (node_id, epoch), entry in self.entries.items() if entry.linked}
-        told = sorted(leases, key=lambda lease: lease.epoch)
-        return {lease.node_id: lease for lease in told if lease.epoch >= linked.get(lease.node_id, 0)}
+        by_epoch = sorted(leases, key=lambda lease: lease.epoch)
+        return {lease.node_id: lease for lease in by_epoch if lease.epoch >= linked.get(lease.node_id, 0)}
 
     def _valid(self, leases: list[NodeLease]) -> list[NodeLease]:
         """Return the valid leases, so that an invalid one does not stop the update of other nodes.

@@ -49,7 +49,7 @@ class Quarantine:
         )
         for subject, count, most in subjects:
             if count >= most and self._until.get(subject, 0.0) <= now:
-                log.warning("%s: %d transfers were corrupt or wrong: no more for %g s", subject, count, WITHIN_S)
+                log.warning("%s: %d corrupt or wrong transfers: none is allowed for %g s", subject, count, WITHIN_S)
                 self._until[subject] = now + WITHIN_S
                 if self._on_begin is not None:
                     self._on_begin()

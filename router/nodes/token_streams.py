@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable
 
 from kvferry.placement.types import NodeKey
-from kvferry.protocol.errors import Fenced, KvferryError, NodeDied, NodeLost
+from kvferry.protocol.errors import Fenced, KvferryError, NodeDown, NodeLost
 from kvferry.protocol.messages import StepFrame
 from kvferry.protocol.wire import WireError
 from kvferry.router.nodes.client import NodeClient
@@ -99,7 +99,7 @@ class TokenStream:
         except KvferryError as error:
             self._ended(error)
         except Exception:
-            log.exception("token stream of %s", self._entry.key[0])
+            log.exception("the token stream of %s failed", self._entry.key[0])
             self._lose(NodeLost(f"{self._entry.key[0]}: unreadable token stream"))
         return opened
 
@@ -131,7 +131,7 @@ class TokenStream:
             return
         silent_s = self._client.clock() - self._alive_at
         if isinstance(error.__cause__, ConnectionRefusedError):
-            self._lose(NodeDied(error.message))
+            self._lose(NodeDown(error.message))
         elif (
             not isinstance(error, NodeLost)
             or isinstance(error, Fenced)

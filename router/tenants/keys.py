@@ -51,7 +51,7 @@ def read_keys(text: str) -> dict[bytes, Tenant]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"no TOML: {error}") from None
+        raise ConfigError(f"not valid TOML: {error}") from None
     found: dict[bytes, Tenant] = {}
     for name, table in tables.items():
         _check_name(name)

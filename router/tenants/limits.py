@@ -1,4 +1,4 @@
-"""Meter: rate and concurrency limits of a tenant, and OpenAI's x-ratelimit headers."""
+"""TenantLimiter: limits of a tenant's requests, tokens and concurrency, and OpenAI's x-ratelimit headers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bucket:
             self.limit, self._level = limit, float(limit) - taken
 
 
-class Meter:
+class TenantLimiter:
     """Limits of one tenant: requests in progress (`running`), requests per minute and tokens per minute."""
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:

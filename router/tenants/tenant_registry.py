@@ -8,19 +8,19 @@ from kvferry.protocol.labels import TOKEN_KINDS
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.tenants.keyring import Keyring
-from kvferry.router.tenants.limits import Meter
+from kvferry.router.tenants.limits import TenantLimiter
 from kvferry.router.tenants.tenant import NOBODY, Tenant
 
 
 class TenantRegistry:
     """Tenants of a router; the caller follows the file of `keyring`.
 
-    A tenant's meter is kept while the tenant exists or has a request in progress."""
+    A tenant's limiter is kept while the tenant exists or has a request in progress."""
 
     def __init__(self, settings: RouterSettings, keyring: Keyring | None = None) -> None:
         self.keyring = keyring or Keyring(settings)
         self._share_prefixes = settings.share_prefixes
-        self._meters: dict[str, Meter] = {}
+        self._limiters: dict[str, TenantLimiter] = {}
         self._known = self.keyring.tenants
         self._counters: dict[str, list[Counter]] = {}
 
@@ -36,14 +36,14 @@ class TenantRegistry:
         """Return whether the tenant has a key, or no client needs one."""
         return name in self.keyring.tenants
 
-    def meter(self, name: str) -> Meter:
-        """Return the tenant's meter."""
+    def limiter(self, name: str) -> TenantLimiter:
+        """Return the tenant's limiter."""
         if self._known is not self.keyring.tenants:
             self._renew()
-        meter = self._meters.get(name)
-        if meter is None:
-            meter = self._meters[name] = Meter(self.tenant(name))
-        return meter
+        limiter = self._limiters.get(name)
+        if limiter is None:
+            limiter = self._limiters[name] = TenantLimiter(self.tenant(name))
+        return limiter
 
     def realm(self, name: str) -> str:
         """Return the tenant whose cached blocks this tenant may use.
@@ -61,10 +61,10 @@ class TenantRegistry:
                 counter.inc(amount)
 
     def _renew(self) -> None:
-        """Apply a changed keys file to the meters."""
+        """Apply a changed keys file to the limiters."""
         self._known = self.keyring.tenants
-        for name, meter in list(self._meters.items()):
+        for name, limiter in list(self._limiters.items()):
             if name in self._known:
-                meter.update(self._known[name])
-            elif not meter.running:
-                del self._meters[name]
+                limiter.update(self._known[name])
+            elif not limiter.running:
+                del self._limiters[name]

@@ -37,7 +37,7 @@ async def _all_metrics(metrics: RouterMetrics, peers: WorkerPeers) -> bytes:
     if peers.alone:
         return own
     texts: dict[int, str | None] = {peers.own: own.decode()}
-    for number, answer in (await peers.ask("metrics")).items():
+    for number, answer in (await peers.call("metrics")).items():
         texts[number] = None if answer is None else answer.decode()
     return merge(texts).encode()
 

@@ -1,6 +1,6 @@
 """WorkerPeers: calls between the router processes of one port, over Unix sockets.
 
-A question is a line of JSON with its name and arguments. Its answer ends with END and the end of the connection."""
+A call is a line of JSON with its name and arguments. Its answer ends with END and the end of the connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from kvferry.protocol.settings import RouterSettings
 
 Answer = Callable[..., Awaitable[bytes]]
-"""Handler of a question, called with its arguments."""
+"""Handler of a call, with its arguments."""
 
 ANSWER_S = 1.0
 """Default time for a peer's answer, in seconds; below the two seconds of a readiness probe."""
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class WorkerPeers:
     """Peers of router process `own` among `count`, with sockets in `folder`.
 
-    A process registers handlers in `answers`, by the name of the question that other processes `ask`."""
+    A process registers handlers in `answers`, by the name that other processes pass to `call`."""
 
     def __init__(self, own: int = 0, count: int = 1, folder: str = "") -> None:
         self.own, self.count = own, count
@@ -50,7 +50,7 @@ class WorkerPeers:
 
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
-        """Answer the peers' questions until the end of the block, replacing a stale socket."""
+        """Answer the peers' calls until the end of the block, replacing a stale socket."""
         if self.alone:
             yield
             return
@@ -62,15 +62,15 @@ class WorkerPeers:
         finally:
             server.close()
 
-    async def ask(self, name: str, *args: object, within_s: float = ANSWER_S) -> dict[int, bytes | None]:
-        """Ask all peers; None for one that does not answer."""
+    async def call(self, name: str, *args: object, within_s: float = ANSWER_S) -> dict[int, bytes | None]:
+        """Call all peers; None for one that does not answer."""
         numbers = list(self.others())
-        asking = (ask(self._folder, number, name, *args, within_s=within_s) for number in numbers)
-        return dict(zip(numbers, await asyncio.gather(*asking), strict=True))
+        calls = (call_peer(self._folder, number, name, *args, within_s=within_s) for number in numbers)
+        return dict(zip(numbers, await asyncio.gather(*calls), strict=True))
 
     async def silent(self) -> list[int]:
         """Return the peers that do not answer."""
-        return [number for number, answer in (await self.ask("alive")).items() if answer is None]
+        return [number for number, answer in (await self.call("alive")).items() if answer is None]
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -87,8 +87,8 @@ END = b"\n."
 """End marker of an answer; without it the answer was truncated."""
 
 
-async def ask(folder: Path, number: int, name: str, *args: object, within_s: float = ANSWER_S) -> bytes | None:
-    """Ask router process `number`; None if it does not answer within `within_s` seconds."""
+async def call_peer(folder: Path, number: int, name: str, *args: object, within_s: float = ANSWER_S) -> bytes | None:
+    """Call router process `number`; None if it does not answer within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(socket_path(folder, number))

@@ -14,7 +14,8 @@ import pytest
 from benchmarks import placing, servers
 from benchmarks.load import Target
 from benchmarks.lone_router import lone_router
-from benchmarks.mock_nodes import HOST, MODEL
+from benchmarks.mock_http import HOST
+from benchmarks.mock_nodes import MODEL
 from benchmarks.peer_router import peer_router
 from benchmarks.router import OURS, PEER, lag_p99, measure, report
 from benchmarks.router_rows import ROWS, Bench, Row, Sample, closed_loop, words_per_token

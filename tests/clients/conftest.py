@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from tests.clients.dying_router import dying_router
 from tests.clients.environments import OUTCOMES, table
 from tests.clients.scripted_model import KEY, scripted_router

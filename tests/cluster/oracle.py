@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from tests.once_a_run import once_a_run
 from tests.transformers_demo import load_demo
 

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.engine.models.hf import transformers_module
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, streams_running, value
 from tests.transformers_demo import load_demo
 from tests.wordpiece import VOCAB_SIZE, save_wordpiece

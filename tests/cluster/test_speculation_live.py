@@ -16,7 +16,7 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 from kvferry.protocol.work import Generate
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from kvferry.worker.engine_factory import assemble
 from tests.cluster.tiny_checkpoints import VOCAB, save_checkpoint
 from tests.local_cluster import MODEL, LocalCluster, local_cluster, scrape, value

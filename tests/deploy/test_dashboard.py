@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client import start_http_server
 
-from docs.dashboard import made
+from docs.dashboard import dashboard_files
 from docs.variables import of_models
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.worker_metrics import WorkerMetrics
@@ -61,7 +61,7 @@ def idle_cluster() -> Iterator[str]:
 
 
 def test_the_dashboards_are_what_their_descriptions_make() -> None:
-    files = made()
+    files = dashboard_files()
     assert sorted(path.stem for path in files) == [
         "engines",
         "overview",

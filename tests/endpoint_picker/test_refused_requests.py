@@ -236,5 +236,5 @@ async def test_output_tokens_are_charged_by_usage_or_by_events(
         found = {s.labels["kind"]: s.value for s in counted.samples if s.name.endswith("_total") and s.value}
         assert found.get("output", 0) == output
         assert ("prompt" in found) == (status == 200)
-        left = float(house.tenants.meter("acme").headers()["x-ratelimit-remaining-tokens"])
+        left = float(house.tenants.limiter("acme").headers()["x-ratelimit-remaining-tokens"])
         assert left == pytest.approx(3000 - output - found.get("prompt", 0), abs=130), "a few seconds pass"

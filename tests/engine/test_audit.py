@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine import audit
+from kvferry.engine import audit_counts
 from kvferry.engine.block_interfaces import GRANT, QUIESCE, REQUEST, SHIP
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.eviction import ValueEviction
@@ -22,7 +22,7 @@ from tests.toy import make_engine
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "STRIDE", 2)
+    monkeypatch.setattr(audit_counts, "STRIDE", 2)
 
 
 class Used:

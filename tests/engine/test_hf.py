@@ -11,7 +11,7 @@ import torch
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.hf import HFModel
-from kvferry.engine.models.hf_attention import LayerShape, ShapeProbe, seated_attention
+from kvferry.engine.models.hf_attention import LayerShape, ShapeProbe, slot_attention
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
@@ -128,7 +128,7 @@ def test_attention_that_is_more_than_causal_is_refused(extra):
     query, key, value = [torch.zeros(1, 4, 2, 8)] * 3
     mask = extra.pop("attention_mask", None)
     with pytest.raises(ConfigError, match="model's attention uses"):
-        seated_attention(module, query, key, value, mask, **extra)
+        slot_attention(module, query, key, value, mask, **extra)
 
 
 def test_logits_changed_in_an_unknown_way_are_refused(tmp_path, monkeypatch):

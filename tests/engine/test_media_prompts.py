@@ -164,8 +164,8 @@ def truncated() -> str:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("data:image/png;base64,AAAA", "no picture in PNG, JPEG, WebP or GIF"),
-        (url(SMALL, "BMP"), "no picture in PNG"),
+        ("data:image/png;base64,AAAA", "not a picture in PNG, JPEG, WebP or GIF"),
+        (url(SMALL, "BMP"), "not a picture in PNG"),
         (truncated(), "is damaged"),
     ],
 )  # fmt: skip

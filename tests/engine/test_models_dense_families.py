@@ -15,7 +15,7 @@ from kvferry.engine.models.adapters import load_adapter
 from kvferry.engine.models.config import Temperature
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.families import FAMILIES
-from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
@@ -154,7 +154,7 @@ def test_needs_follow_from_the_config_alone(name: str, tmp_path: Path) -> None:
 def test_what_a_route_says(tmp_path: Path) -> None:
     for name in ("arcee", "olmo"):
         save_tiny(DENSE[name](), tmp_path / name)
-        assert route_of(resolve(str(tmp_path / name))).path == OWN
+        assert implementation_of(resolve(str(tmp_path / name))).path == OWN
 
 
 @pytest.mark.parametrize(

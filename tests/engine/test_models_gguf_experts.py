@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
-from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
@@ -208,7 +208,7 @@ def test_logits_equal_those_of_the_checkpoint(made: tuple[str, Any, Path]) -> No
     name, config, path = made
     architecture, fields = FILES[name]
     file = write(path / "a.gguf", path / "hf", architecture, config, fields(config))
-    assert route_of(resolve(str(file))).path == OWN
+    assert implementation_of(resolve(str(file))).path == OWN
     model = load(file)
     same_logits(model, path / "hf")
     needs, wanted = model_needs(resolve(str(file))), model_needs(resolve(str(path / "hf")))

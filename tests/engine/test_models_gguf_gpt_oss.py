@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.dequantise import dequantise, stored_bytes
-from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.memory_needs import model_needs
@@ -96,7 +96,7 @@ def unlimited(folder: Path) -> Path:
 def test_a_plain_file(tiny: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", tiny)
     same_logits(load(path), tiny, tolerance=1e-4)
-    route = route_of(resolve(str(path)))
+    route = implementation_of(resolve(str(path)))
     assert (route.family, route.path) == ("gpt-oss", OWN)
 
 
@@ -107,7 +107,7 @@ def test_experts_in_mxfp4(mxfp4: Path, tmp_path: Path) -> None:  # noqa: F811
     same_logits(model, codes, tolerance=1e-5)
     same_logits(model, values, tolerance=1e-4)
     source = resolve(str(path))
-    assert "MXFP4" in route_of(source).formats
+    assert "MXFP4" in implementation_of(source).formats
     found, wanted = model_needs(source), model_needs(resolve(str(codes)))
     assert (found.parameters, found.dense.stored_bytes, found.dense.coded_bytes, found.dense.active) == (
         wanted.parameters, wanted.dense.stored_bytes, wanted.dense.coded_bytes, wanted.dense.active,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvferry.engine.models import load_model
-from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.model_files.memory_needs import model_needs
 from kvferry.model_files.source import resolve
@@ -126,7 +126,7 @@ def test_files_of_both_converters(name: str, newer: bool, tmp_path: Path) -> Non
     source = resolve(str(write(tmp_path / "a.gguf", tmp_path / "hf", newer=newer)))
     same_logits(load(source.path), tmp_path / "hf", tolerance=1e-4)
     require_runnable(source)
-    assert route_of(source).path == OWN
+    assert implementation_of(source).path == OWN
     found, wanted = model_needs(source), model_needs(resolve(str(tmp_path / "hf")))
     assert (found.kv_heads, found.head_dim, found.planes) == (wanted.kv_heads, wanted.head_dim, wanted.planes)
     assert (found.parameters, found.dense.active) == (wanted.parameters, wanted.dense.active)

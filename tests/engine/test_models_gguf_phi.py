@@ -11,12 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from kvferry.engine.models.route import OWN, route_of
 from safetensors.torch import load_file
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.gguf_decoder import PHI_MOE_ATTENTION
-from kvferry.engine.models.route import OWN, route_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps

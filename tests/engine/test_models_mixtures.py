@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
-from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.decoder_spec import Experts
 from kvferry.kernels.linear import Linear
@@ -49,7 +49,7 @@ def edited(path: Path, **values: Any) -> Path:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_needs_are_what_is_loaded(name: str, tmp_path: Path) -> None:
     save_tiny(OURS[name](), tmp_path)
-    assert route_of(resolve(str(tmp_path))).path == OWN
+    assert implementation_of(resolve(str(tmp_path))).path == OWN
     model, needs = load(tmp_path), model_needs(resolve(str(tmp_path)))
     weights = active = 0.0
     for layer in model.parameters.layers:
@@ -169,7 +169,7 @@ def test_blocks_of_fp8_have_the_values_of_their_codes(name: str, tmp_path: Path)
         held = load_file(folder / "model.safetensors")
         held = {key: tensor for key, tensor in held.items() if not key.endswith(".gate.weight_scale_inv")} | routers
         save_file(held, folder / "model.safetensors", {"format": "pt"})
-    assert route_of(resolve(str(codes))).path == OWN
+    assert implementation_of(resolve(str(codes))).path == OWN
     same_logits(load(codes), values, tolerance=1e-5)
 
 

@@ -14,7 +14,7 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.directory import SafetensorsWeights
 from kvferry.engine.models.families import FAMILIES
-from kvferry.engine.models.route import OWN, route_of
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.engine.models.stacked import StackedWeights
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
@@ -137,7 +137,7 @@ def test_memory_and_way_are_known_beforehand(plain: Path, mxfp4: Path) -> None:
     assert needs.dense.stored_bytes == weights * 22 / 32
     assert needs.dense.plain == whole.dense.plain - weights
     assert needs.dense.active == whole.dense.active
-    route = route_of(resolve(str(mxfp4)))
+    route = implementation_of(resolve(str(mxfp4)))
     assert (route.family, route.path) == ("gpt_oss", OWN)
     assert route.formats.endswith("experts in mxfp4")
 

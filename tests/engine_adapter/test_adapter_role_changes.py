@@ -16,7 +16,7 @@ from kvferry.engine_adapter.engine_watch import EngineWatch
 from kvferry.engine_adapter.engines import sglang_roles
 from kvferry.engine_adapter.engines.sglang import SglangEngine
 from kvferry.engine_adapter.role_changes import ChangingNode, RoleChanges
-from kvferry.protocol.errors import InvalidRequest, RoleKept
+from kvferry.protocol.errors import InvalidRequest, RoleChangeRefused
 from kvferry.protocol.roles import ChangeRole
 from kvferry.protocol.worker_metrics import WorkerMetrics
 from tests.engine_adapter.mock_sglang import Server
@@ -99,7 +99,7 @@ async def test_a_node_drains_changes_its_engine_and_joins_anew() -> None:
         task = asyncio.create_task(made.changes.begin(DECODE))
         await until(lambda: made.drained == [True])
         assert made.server.behaviour.mode == "prefill", "requests are running"
-        with pytest.raises(RoleKept, match="changing its role"):
+        with pytest.raises(RoleChangeRefused, match="changing its role"):
             await made.changes.begin(DECODE)
         made.busy = False
         await task
@@ -143,13 +143,13 @@ async def test_a_role_is_refused_before_the_node_drains() -> None:
             await made.changes.begin(ChangeRole("both"))
         await made.changes.begin(ChangeRole("prefill"))
         made.role_s = 5.0
-        with pytest.raises(RoleKept, match="changed its role 5 s ago"):
+        with pytest.raises(RoleChangeRefused, match="changed its role 5 s ago"):
             await made.changes.begin(ChangeRole("decode", rest_s=30.0))
         made.role_s, made.member.kept = 0.0, "it is the last prefill node that is ready"
-        with pytest.raises(RoleKept, match="last prefill node"):
+        with pytest.raises(RoleChangeRefused, match="last prefill node"):
             await made.changes.begin(DECODE)
         made.server.behaviour.switch = "off"
-        with pytest.raises(RoleKept, match=r"its engine cannot change its role.*not set on this instance"):
+        with pytest.raises(RoleChangeRefused, match=r"its engine cannot change its role.*not set on this instance"):
             await made.changes.begin(DECODE)
         assert made.drained == []
         assert made.works_on
@@ -169,11 +169,11 @@ async def test_a_refusal_is_told_and_the_node_works_on_for_a_while(
     switch: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with node(switch) as made:
-        with pytest.raises(RoleKept, match=why):
+        with pytest.raises(RoleChangeRefused, match=why):
             await made.changes.begin(DECODE)
         assert made.works_on
         assert made.drained == [True, False]
-        with pytest.raises(RoleKept, match=f"a change failed 0 s ago.*{why}"):
+        with pytest.raises(RoleChangeRefused, match=f"a change failed 0 s ago.*{why}"):
             await made.changes.begin(DECODE)
         assert made.drained == [True, False], "each try empties the node"
         monkeypatch.setattr(role_changes, "REFUSED_S", 0.0)
@@ -186,14 +186,14 @@ async def test_a_refusal_is_told_and_the_node_works_on_for_a_while(
 async def test_a_change_without_an_answer_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_roles, "SWITCH_S", 0.3)
     async with node("hangs") as made:
-        with pytest.raises(RoleKept, match=r"silent for 0\.3 s"):
+        with pytest.raises(RoleChangeRefused, match=r"silent for 0\.3 s"):
             await made.changes.begin(DECODE)
         assert made.works_on, "the engine had become a decode engine"
 
 
 async def test_an_engine_that_breaks_counts_as_gone() -> None:
     async with node("breaks") as made:
-        with pytest.raises(RoleKept, match="restart required"):
+        with pytest.raises(RoleChangeRefused, match="restart required"):
             await made.changes.begin(DECODE)
         assert "no role after a failed change" in made.watch.fault
         assert made.watch.gone.is_set()
@@ -204,7 +204,7 @@ async def test_an_engine_that_breaks_counts_as_gone() -> None:
 async def test_a_node_that_cannot_join_in_its_new_role_counts_as_gone() -> None:
     async with node() as made:
         made.fails = True
-        with pytest.raises(RoleKept, match="RuntimeError no registry"):
+        with pytest.raises(RoleChangeRefused, match="RuntimeError no registry"):
             await made.changes.begin(DECODE)
         assert "no registry" in made.watch.fault
         assert made.drained == [True], "no request may come to it any more"
@@ -214,7 +214,9 @@ async def test_a_node_that_cannot_join_in_its_new_role_counts_as_gone() -> None:
 async def test_what_does_not_end_or_is_needed_keeps_the_role(reason: str) -> None:
     async with node(within_s=0.3) as made:
         made.busy, made.member.others = reason == "busy", reason == "busy"
-        with pytest.raises(RoleKept, match="did not end within 0.3 s" if made.busy else "no other prefill node"):
+        with pytest.raises(
+            RoleChangeRefused, match="did not end within 0.3 s" if made.busy else "no other prefill node"
+        ):
             await made.changes.begin(DECODE)
         assert made.works_on
         assert made.counted("kept") == 1
@@ -228,6 +230,6 @@ async def test_a_node_that_ends_gives_up_its_change() -> None:
         await made.changes.stop()
         await asking
         made.busy = False
-        with pytest.raises(RoleKept, match="stopping"):
+        with pytest.raises(RoleChangeRefused, match="stopping"):
             await made.changes.begin(DECODE)
         assert made.works_on

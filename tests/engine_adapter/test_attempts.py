@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.engine_adapter.attempts import Attempts
 from kvferry.engine_adapter.engine import EngineCall, EngineDelta
-from kvferry.protocol.errors import AdapterNotLoaded, KvferryError, NodeDied, Overloaded, StepFailed
+from kvferry.protocol.errors import AdapterNotLoaded, KvferryError, NodeDown, Overloaded, StepFailed
 from kvferry.protocol.messages import AttemptFailed, CancelRequest, Job, StepFrame, TokenDelta
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
@@ -187,7 +187,7 @@ async def test_nothing_is_told_of_requests_on_an_engine_that_is_gone():
     """Their routers must see a node that died: two failed steps would end a request for good."""
 
     async def breaks(call: EngineCall, deliver: Callable[[EngineDelta], None]) -> None:
-        raise NodeDied("the connection was closed")
+        raise NodeDown("the connection was closed")
 
     async def gone(error: KvferryError) -> None:
         await asyncio.Event().wait()

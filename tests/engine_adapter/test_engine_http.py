@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvferry.engine_adapter.engine_errors import refusal
 from kvferry.engine_adapter.http_client import MAX_EVENT_BYTES, EngineHttp, EventDecoder
 from kvferry.engine_adapter.prometheus_text import labels, value
-from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, NodeLost, Overloaded, StepFailed
+from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDown, NodeLost, Overloaded, StepFailed
 from tests.redis_servers import free_ports
 
 EVENTS = b'data: {"a": 1}\n\n: a comment\r\ndata: {"b": "\xc3\xa4"}\r\n\r\ndata: [DONE]\n\n'
@@ -69,7 +69,7 @@ async def test_a_connection_that_breaks_in_a_stream_is_a_node_that_died():
 
     seen: list[Any] = []
     async with answering(answer) as http:
-        with pytest.raises(NodeDied):
+        with pytest.raises(NodeDown):
             await http.stream("/x", {}, seen.append)
     assert seen == [{"a": 1}]
 
@@ -92,14 +92,14 @@ async def test_a_connection_that_the_server_closed_while_it_was_idle_is_no_death
         await http.stream("/x", {}, seen.append)
     assert (seen, len(asked)) == ([{"a": 1}] * 3, 3)
     server.close()
-    with pytest.raises(NodeDied):
+    with pytest.raises(NodeDown):
         await http.stream("/x", {}, seen.append)
     await http.close()
 
 
 async def test_a_refused_connection_is_a_node_that_died():
     (port,) = free_ports(1)
-    with pytest.raises(NodeDied):
+    with pytest.raises(NodeDown):
         await EngineHttp(f"http://127.0.0.1:{port}").get("/x")
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvferry.engine_adapter import engine_watch
 from kvferry.engine_adapter.engine import EngineLoad
 from kvferry.engine_adapter.engine_watch import EngineWatch
-from kvferry.protocol.errors import KvferryError, NodeDied, NodeLost
+from kvferry.protocol.errors import KvferryError, NodeDown, NodeLost
 from tests.waiting import until
 
 
@@ -77,7 +77,7 @@ async def test_an_engine_that_is_too_busy_to_answer_but_sends_tokens_is_not_gone
         watch.stop()
 
 
-@pytest.mark.parametrize("error", [NodeLost("no answer"), NodeDied("refused")])
+@pytest.mark.parametrize("error", [NodeLost("no answer"), NodeDown("refused")])
 async def test_an_engine_that_is_silent_or_refuses_is_gone(error: KvferryError) -> None:
     watch = await watched(SilentEngine(error))
     await until(watch.gone.is_set)

@@ -19,7 +19,7 @@ from kvferry.engine_adapter.engines.vllm import VllmEngine
 from kvferry.engine_adapter.measured_modalities import measured_modalities as measured
 from kvferry.engine_adapter.measured_modalities import probe
 from kvferry.engine_adapter.node_loading import measured_engine
-from kvferry.protocol.errors import InvalidRequest, NodeDied, StepFailed
+from kvferry.protocol.errors import InvalidRequest, NodeDown, StepFailed
 from kvferry.protocol.lease import Rates
 from kvferry.protocol.media import MediaItem, RenderRequest
 from kvferry.protocol.sampling import SamplingParams
@@ -119,10 +119,10 @@ async def test_an_engine_that_dies_at_the_probe_is_told():
     engine = await engine_of(modalities=("image",))
 
     async def dies(*asked: Any) -> Any:
-        raise NodeDied("gone")
+        raise NodeDown("gone")
 
     setattr(engine.media, "render", dies)  # noqa: B010 - a method
-    with pytest.raises(NodeDied):
+    with pytest.raises(NodeDown):
         await measured(engine)
 
 

@@ -52,7 +52,7 @@ def test_rows_go_once_the_engine_reuses_nothing_of_them():
     assert noted == set()
     metrics = AdapterMetrics(ModelRegistry())
     made.set_gauges(metrics)
-    assert made.mirror.forgotten == 1
+    assert made.mirror.blocks == 0
     made.mirror.take(decode(pack([STORED])))
     call(made, MISSES, 0)
     assert len(noted) == 2, "what was learned anew counts from the beginning"

@@ -14,7 +14,7 @@ from kvferry.engine_adapter.engine import EngineCall, EngineDelta
 from kvferry.engine_adapter.engines.openai import OpenaiEngine
 from kvferry.engine_adapter.http_client import EngineHttp
 from kvferry.engine_adapter.measured_guarantees import Measurement
-from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDied, NodeLost, Overloaded, StepFailed
+from kvferry.protocol.errors import ConfigError, InvalidRequest, NodeDown, NodeLost, Overloaded, StepFailed
 from kvferry.protocol.messages import Job
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate, Grammar
@@ -184,7 +184,7 @@ async def test_what_the_api_does_not_name_is_refused(changes: Any, grammar: Gram
         ("abort", StepFailed, "ended the request: abort"),
         ("no_json", NodeLost, "JSONDecodeError"),
         ("huge_line", NodeLost, "too long"),
-        ("cut", NodeDied, "connection"),
+        ("cut", NodeDown, "connection"),
         ("refuse", Overloaded, "busy"),
         ("limited", Overloaded, "slow down"),
     ],
@@ -252,7 +252,7 @@ async def test_a_server_without_health_is_well_while_it_lists_its_models() -> No
         await engine.health()
         how.models = ()
         await engine.health()
-    with pytest.raises(NodeDied):
+    with pytest.raises(NodeDown):
         await engine.health()
 
 
@@ -260,7 +260,7 @@ async def test_a_health_that_was_good_and_fails_is_an_end() -> None:
     async with served() as (engine, _, how):
         await engine.health()
         how.health = False
-        with pytest.raises(NodeDied, match="not well"):
+        with pytest.raises(NodeDown, match="unhealthy"):
             await engine.health()
 
 

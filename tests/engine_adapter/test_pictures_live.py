@@ -146,7 +146,7 @@ def restarted_seer(running: Fleet, victim: Any) -> None:
         ("http://elsewhere.example/a.png", "not in --allowed-media-domains"),
         ("file:///etc/passwd", "http or https"),
         (made.data_url(made.png_header(60_000, 60_000), made.PNG), "60000 x 60000 pixels"),
-        (CAT[:-1], "no valid base64"),
+        (CAT[:-1], "not valid base64"),
         (CAT.replace("image/png", "image/webp"), "first bytes are those of image/png"),
     ],
 )

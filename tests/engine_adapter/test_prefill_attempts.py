@@ -20,7 +20,7 @@ from kvferry.protocol.errors import (
     Fenced,
     InvalidRequest,
     KvferryError,
-    NodeDied,
+    NodeDown,
     Overloaded,
     TransferFailed,
 )
@@ -212,7 +212,7 @@ async def test_a_decode_node_that_refuses_spares_the_prompt() -> None:
     ("error", "code"),
     [
         (Fenced("another epoch"), "fenced"),
-        (NodeDied("reset"), "node_lost"),
+        (NodeDown("reset"), "node_lost"),
         (TransferFailed("old"), "transfer_failed"),
         (Overloaded("full"), "grant_refused"),
         (InvalidRequest("no"), "grant_refused"),
@@ -261,7 +261,7 @@ async def test_nothing_is_told_of_prompts_on_an_engine_that_is_gone() -> None:
         await asyncio.Event().wait()
 
     bench = Bench(suspect=gone)
-    bench.engine.error = NodeDied("reset")
+    bench.engine.error = NodeDown("reset")
     bench.engine.computed.set()
     attempt = bench.attempts.start(PrefillRequest(job(), TARGET))
     await until(lambda: asked)

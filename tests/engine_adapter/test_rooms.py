@@ -16,7 +16,7 @@ from kvferry.engine_adapter.identity import require_role
 from kvferry.engine_adapter.learned_rates import LearnedRates
 from kvferry.engine_adapter.room_prefills import RoomPrefills
 from kvferry.protocol.errors import BlocksCorrupt, ConfigError, KvferryError, NodeLost, Overloaded, StepFailed
-from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer, RoomLeft
+from kvferry.protocol.handover_messages import IN_ROOM, Handover, HandoverOffer, RoomFirstToken
 from kvferry.protocol.messages import AttemptFailed, DecodeTarget, FirstToken, Job, PrefillRequest, ShipDone
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.wire import unpack
@@ -126,7 +126,7 @@ class Decode:
     async def offer(self, target: DecodeTarget, offer: HandoverOffer) -> str:
         return "ticket"
 
-    async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> RoomLeft:
+    async def hand_over(self, target: DecodeTarget, handover: Handover, within_s: float) -> RoomFirstToken:
         self.handovers.append(handover)
         if isinstance(self.told, KvferryError):
             raise self.told
@@ -135,7 +135,7 @@ class Decode:
         except asyncio.CancelledError:
             self.left += 1
             raise
-        return RoomLeft(self.told or 0)
+        return RoomFirstToken(self.told or 0)
 
 
 async def prefilled(http_told: dict[str, Any] | None, decode: Decode, prompt: int = 40) -> tuple[list[Any], Http]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvferry.kernels.decoder_spec import StoredRows
-from kvferry.kernels.gpu_weight_layout import form_of, laid_together
+from kvferry.kernels.gpu_weight_layout import form_of, join_forms
 from kvferry.kernels.quantised_codes import Codes
 from kvferry.kernels.triton import TritonOps, dequantised_product
 from kvferry.kernels.triton.coded_linear import CodedLinear
@@ -209,7 +209,7 @@ def test_parts_of_several_forms_are_one_layer() -> None:
     assert other.order is not None
     parts.insert(3, Codes(other.values, other.scales, order=other.order.flip(0)))
     forms = [found for part in parts if (found := form_of(part)) is not None]
-    assert [len(form.codes) for form in laid_together(forms)] == [2 * OUT, OUT, OUT, OUT, OUT]
+    assert [len(form.codes) for form in join_forms(forms)] == [2 * OUT, OUT, OUT, OUT, OUT]
     bias = torch.linspace(-2, 2, 6 * OUT)
     linear, weight = layer(*parts, bias=bias), torch.cat([weight_of(part) for part in parts])
     assert linear.kinds == {"W4A16", "FP8"}

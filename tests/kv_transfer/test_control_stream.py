@@ -13,7 +13,6 @@ from kvferry.kv_transfer.control_stream import (
     CHALLENGE,
     HEADER,
     HELLO,
-    KEY_BYTES,
     MAX_HANDSHAKE_BYTES,
     MAX_UNSENT_BYTES,
     MESSAGE,
@@ -23,7 +22,7 @@ from kvferry.kv_transfer.link import MAX_MESSAGE_BYTES
 from kvferry.protocol.errors import NodeLost
 from kvferry.protocol.wire import WireError
 
-ONE, TWO = b"1" * KEY_BYTES, b"2" * KEY_BYTES
+ONE, TWO = b"1" * 32, b"2" * 32
 
 
 class Ends:

@@ -24,7 +24,7 @@ from kvferry.model_files.unsupported_models import require_runnable
 from kvferry.model_files.weight_digest import file_digest
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from tests.file_mutants import metadata, write_directory, write_gguf
 
 
@@ -112,7 +112,9 @@ def test_a_workers_tokenizer_is_refused_as_a_routers_is(tmp_path: Path) -> None:
 
 def test_a_chat_template_that_is_no_text_is_refused_in_plain_words(tmp_path: Path) -> None:
     found = gguf(tmp_path, chat_template=["a", "b"])
-    with pytest.raises(ConfigError, match="odd: a chat template of the GGUF file is no text but an array of 2 texts"):
+    with pytest.raises(
+        ConfigError, match="odd: a chat template of the GGUF file must be text, not an array of 2 texts"
+    ):
         load_text_model(RouterSettings(model=(str(found.path),)))
 
 

@@ -53,7 +53,7 @@ def test_what_a_checkpoint_does_not_say(model: Path) -> None:
     ("file", "fields", "told"),
     [
         ("config.json", {"activation_function": "relu"}, "activation_function must be gelu"),
-        ("config.json", {"d_model": 65}, "no multiple of the number of heads"),
+        ("config.json", {"d_model": 65}, "not a multiple of the number of heads"),
         ("config.json", {"num_mel_bins": -1}, "num_mel_bins must be a whole number"),
         ("config.json", {"vocab_size": 100}, "vocab_size 100 lacks tokens"),
         ("config.json", {"decoder_layers": 10**9}, "layers is not supported"),

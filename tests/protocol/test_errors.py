@@ -17,11 +17,11 @@ from kvferry.protocol.errors import (
     InvalidRequest,
     KvferryError,
     ModelFailed,
-    NodeDied,
+    NodeDown,
     Overloaded,
     ReplayDiffers,
     Retryable,
-    RoleKept,
+    RoleChangeRefused,
     from_body,
 )
 
@@ -41,7 +41,7 @@ SENT = [cls for cls in CLASSES if "code" in vars(cls)]
 
 
 def test_codes_are_unique() -> None:
-    assert set(CLASSES) - set(SENT) == {NodeDied}
+    assert set(CLASSES) - set(SENT) == {NodeDown}
     codes = [cls.code for cls in SENT]
     assert sorted(set(codes)) == sorted(codes)
 
@@ -55,7 +55,7 @@ def test_an_error_arrives_as_the_class_that_was_sent(cls: type[KvferryError]) ->
 
 def test_what_another_attempt_cannot_help() -> None:
     hopeless = {cls for cls in CLASSES if not cls.retryable}
-    of_a_process = {ConfigError, RoleKept, DeadlineExceeded}
+    of_a_process = {ConfigError, RoleChangeRefused, DeadlineExceeded}
     of_a_request = {ModelFailed, GrammarFailed, ReplayDiffers, FatalRequest}
     assert hopeless == of_a_process | of_a_request | {cls for cls in CLASSES if issubclass(cls, InvalidRequest)}
 

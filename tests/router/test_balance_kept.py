@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.errors import NodeLost, RoleKept
+from kvferry.protocol.errors import NodeLost, RoleChangeRefused
 from kvferry.protocol.lease import NodeLease
 from kvferry.router.role_rebalancing import HOLD_S, RoleRebalancer
 
@@ -73,7 +73,7 @@ async def test_prompts_that_wait_bring_a_decode_node_to_prefill() -> None:
     assert asked.told == [("d1", "prefill", REST_S)]
 
 
-@pytest.mark.parametrize("error", [RoleKept("it is the last one"), NodeLost("it is gone")])
+@pytest.mark.parametrize("error", [RoleChangeRefused("it is the last one"), NodeLost("it is gone")])
 async def test_who_refuses_is_asked_again_after_as_long(error: Exception) -> None:
     asked = Asked(error)
     asked.seats = 1.0

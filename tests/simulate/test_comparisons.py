@@ -23,7 +23,7 @@ from kvferry.simulate.plan import BUSY, Need, checks, encoding, guess
 from kvferry.simulate.plots import goodputs
 from kvferry.simulate.progress import SimulationProgress
 from kvferry.simulate.results import Figures, Goal, MediaFigures, medians
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams
 from kvferry.simulate.world import World
 
@@ -315,8 +315,8 @@ def test_a_batch_gives_way_to_requests_with_targets_and_loses_nothing(shape: Sha
 
 def test_what_gives_way_goes_on_behind_its_tokens() -> None:
     shape, policy = Shape(1, 1, replace(Machine(), max_num_seqs=4)), KvferryPolicy(targets=Goal(itl_s=0.03))
-    rows = [Scenario(number, 0.0, 600, 400, (), background=True) for number in range(4)]
-    late = [Scenario(4 + number, 2.0 + number, 600, 40, ()) for number in range(3)]
+    rows = [TraceRequest(number, 0.0, 600, 400, (), background=True) for number in range(4)]
+    late = [TraceRequest(4 + number, 2.0 + number, 600, 40, ()) for number in range(3)]
     world = World(shape, policy, [*rows, *late])
     asyncio.run(world.play())
     gave_way = [run for run in world.runs if run.attempt]

@@ -14,7 +14,7 @@ from kvferry.simulate.fleet import Shape
 from kvferry.simulate.machine import Machine
 from kvferry.simulate.memory import Memory
 from kvferry.simulate.peer_policies import RoundRobin
-from kvferry.simulate.scenario import Scenario
+from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, hashes_of
 from kvferry.simulate.workloads import WORKLOADS
 from kvferry.simulate.world import Loss, World
@@ -25,12 +25,12 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def ask(number: int, at: float, prompt: int, output: int, name: str = "", after: int = -1) -> Scenario:
+def ask(number: int, at: float, prompt: int, output: int, name: str = "", after: int = -1) -> TraceRequest:
     hashes = hashes_of([(name or f"p{number}", prompt), (f"o{number}", output)], MACHINE.block_size)
-    return Scenario(number, at, prompt, output, hashes, after)
+    return TraceRequest(number, at, prompt, output, hashes, after)
 
 
-def played(shape: Shape, trace: list[Scenario], policy: str = "kvferry", losses: tuple[Loss, ...] = ()) -> World:
+def played(shape: Shape, trace: list[TraceRequest], policy: str = "kvferry", losses: tuple[Loss, ...] = ()) -> World:
     world = World(shape, POLICIES[policy](), trace, losses)
     asyncio.run(world.play())
     for node in world.fleet.nodes.values():

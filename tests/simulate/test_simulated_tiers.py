@@ -13,9 +13,9 @@ from kvferry.protocol.index_rows import rows_of
 from kvferry.simulate.clock import Clock
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.node import Node
-from kvferry.simulate.report import lease_of
-from kvferry.simulate.scenario import Run
+from kvferry.simulate.node_lease import lease_of
 from kvferry.simulate.tiers import Tier
+from kvferry.simulate.trace_request import Run
 from kvferry.simulate.world import Loss
 from tests.simulate.test_nodes import MACHINE, ask, played
 

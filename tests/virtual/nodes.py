@@ -17,7 +17,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
 from kvferry.kv_transfer.dock import Dock
 from kvferry.kv_transfer.send_window import SendWindow
-from kvferry.protocol.errors import Draining, RoleKept
+from kvferry.protocol.errors import Draining, RoleChangeRefused
 from kvferry.protocol.lease import NodeLease, Rates
 from kvferry.protocol.messages import CancelRequest, Pulse
 from kvferry.protocol.roles import ChangeRole
@@ -30,7 +30,7 @@ from kvferry.worker.event_relay import EventRelay
 from kvferry.worker.membership import Membership, new_epoch
 from kvferry.worker.rates import RateMeter
 from kvferry.worker.roles import RoleChange, Roles
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from kvferry.worker.streams import RouterStreams
 from kvferry.worker.tier_factory import OpenTiers
 from kvferry.worker.transfer_stats import TransferStats
@@ -145,7 +145,7 @@ class VirtualNode:
         self.roles = Roles(self.role, self.role)
         self.metrics = METRICS[self.role]
         self.service = ElasticService(
-            Base(
+            NodeParts(
                 settings=WorkerSettings(role=self.role), epoch=self.epoch, app=app, metrics=self.metrics,
                 parts=cast(EngineParts, parts), engine=self.loop_engine, dock=self.dock, rates=self.rates,
                 transfer_stats=TransferStats(), streams=self.streams, tiers=OpenTiers(),
@@ -208,7 +208,7 @@ class VirtualNode:
     async def change_role(self) -> None:
         """If it may."""
         other = "decode" if self.roles.now == "prefill" else "prefill"
-        with contextlib.suppress(RoleKept):
+        with contextlib.suppress(RoleChangeRefused):
             await self.role_change.begin(ChangeRole(other))
 
     def kill(self) -> None:

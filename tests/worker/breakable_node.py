@@ -21,7 +21,7 @@ from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker import watchdog
 from kvferry.worker.engine_parts import EngineParts
 from kvferry.worker.serve import serve_node
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 from tests.toy import FINGERPRINT, ToyModel, make_engine
 
 
@@ -33,7 +33,7 @@ class Store(MemoryStore):
         print("withdrawn", flush=True)
 
 
-def breakable(base: Base) -> DecodeService:
+def breakable(base: NodeParts) -> DecodeService:
     def broken(*_: object) -> None:
         raise RuntimeError("injected")
 

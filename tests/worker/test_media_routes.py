@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDied
+from kvferry.protocol.errors import InvalidRequest, KvferryError, NodeDown
 from kvferry.protocol.media import (
     MediaItem,
     RenderedPrompt,
@@ -187,7 +187,7 @@ async def test_a_transcription_comes_in_parts_and_only_the_first_tells_its_type(
 
 
 def test_an_engine_that_fails_behind_its_first_part_breaks_the_answer_off():
-    app, routes = routes_of(Media(b"one", 0.05, NodeDied("gone")))
+    app, routes = routes_of(Media(b"one", 0.05, NodeDown("gone")))
     with served(app) as url, httpx.stream("POST", f"{url}/attempts/transcribe", content=pack(speech())) as answer:
         assert answer.status_code == 200
         with pytest.raises(httpx.RemoteProtocolError):

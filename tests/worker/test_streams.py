@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvferry.protocol.errors import Fenced, StreamGone
+from kvferry.protocol.errors import Fenced, StreamLost
 from kvferry.protocol.messages import Pulse, StepFrame, TokenDelta
 from kvferry.protocol.wire import unpack
 from kvferry.runtime.suspend_aware_clock import LoopClock
@@ -83,9 +83,9 @@ async def test_what_is_not_kept_is_not_promised(streams: Streams, epoch: int, af
     streams.open("a", 7, None)
     streams.emit(0, 1, 2)
     streams.seen("a", 2)
-    with pytest.raises(StreamGone if epoch == 7 else Fenced):
+    with pytest.raises(StreamLost if epoch == 7 else Fenced):
         streams.open("a", epoch, after)
-    with pytest.raises(StreamGone):
+    with pytest.raises(StreamLost):
         streams.open("stranger", 7, 0)
     assert streams.lost == []
 
@@ -172,7 +172,7 @@ async def test_a_node_that_stops_ends_every_stream_and_opens_none(streams: Strea
     streams.emit(0)
     streams.stop()
     assert [frame and frame.number for frame in queued(reader)] == [0, 1, None]
-    with pytest.raises(StreamGone):
+    with pytest.raises(StreamLost):
         streams.open("a", 7, 1)
 
 

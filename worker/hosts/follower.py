@@ -58,21 +58,21 @@ class Follower:
         Raises ConfigError if host 0 does not accept this host."""
         self.address.start()
         work = asyncio.create_task(asyncio.to_thread(self._work))
-        asked = asyncio.create_task(stop.requested.wait())
+        stopping = asyncio.create_task(stop.requested.wait())
         try:
-            await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done() and self.state == "ready":
-                self._leaving, hurry = True, asyncio.create_task(stop.hurry.wait())
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done() and self.state == "ready":
+                self._leaving, forced = True, asyncio.create_task(stop.forced.wait())
                 limit_s = self._settings.drain_timeout + DRAIN_MARGIN_S
-                await asyncio.wait({work, hurry}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                hurry.cancel()
+                await asyncio.wait({work, forced}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                forced.cancel()
             self._ended.set()
             await asyncio.wait({work}, timeout=END_S)  # it may be reading weights
             if work.done():
                 work.result()
         finally:
             self._ended.set()
-            asked.cancel()
+            stopping.cancel()
             await self.address.stop()
         return stop.requested.is_set()
 
@@ -154,6 +154,6 @@ async def serve_follower(settings: WorkerSettings) -> None:
     node's next epoch. Raises ConfigError when it cannot join."""
     stop = StopSignal()
     stop.listen()
-    asked = await Follower(settings).run(stop)
+    was_stopped = await Follower(settings).run(stop)
     logging.shutdown()
-    os._exit(0 if asked else 1)
+    os._exit(0 if was_stopped else 1)

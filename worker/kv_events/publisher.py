@@ -17,7 +17,7 @@ from kvferry.kv_transfer.wakeup import Wakeup
 from kvferry.protocol.errors import ConfigError
 from kvferry.worker.kv_events.config import PARAM, KvEventsConfig, read_kv_events_config
 from kvferry.worker.kv_events.event_encoder import EventEncoder
-from kvferry.worker.service import Base
+from kvferry.worker.service import NodeParts
 
 if TYPE_CHECKING:
     import zmq
@@ -37,7 +37,7 @@ MAX_REQUEST_BYTES = 1024
 LINGER_MS, JOIN_S = 200, 2.0
 
 
-def open_kv_events(base: Base) -> KvEventPublisher | None:
+def open_kv_events(base: NodeParts) -> KvEventPublisher | None:
     """Start the publisher that the settings ask for and return it; None if they ask for none. Raises ConfigError."""
     config = read_kv_events_config(base.settings.kv_events_config)
     if config is None:

@@ -18,8 +18,8 @@ from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.audio.body import SpeechBody, speech_body
 from kvferry.router.api.audio.form import Form, read_form
 from kvferry.router.api.audio.json_body import AUDIO, InputAudio, SpeechJson, is_json, read_json
-from kvferry.router.api.generation_route import GenerationRoute
 from kvferry.router.api.http_errors import error_body
+from kvferry.router.api.inference_route import InferenceRoute
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.sse import dump
@@ -74,7 +74,7 @@ SPEECH_ENDPOINTS = (
 """All endpoints of audio."""
 
 
-class SpeechRoute(GenerationRoute[SpeechEndpoint]):
+class SpeechRoute(InferenceRoute[SpeechEndpoint]):
     """Route of an endpoint of audio."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> SpeechAnswer:

@@ -6,9 +6,9 @@ import asyncio
 from io import BytesIO
 from typing import Annotated, Any, Literal
 
+from kvferry.protocol.base64_text import decoded_slices
 from pydantic import BaseModel, Field, model_validator
 
-from kvferry.protocol.base64_text import decoded_slices
 from kvferry.router.api.audio.body import SpeechBody
 from kvferry.router.api.audio.form import Form
 from kvferry.router.api.bodies.reader import parsed

@@ -40,7 +40,7 @@ from kvferry.router.api.bodies.unsupported_fields import (
 )
 from kvferry.router.media.chat import MediaChat, chat_of
 from kvferry.router.media.parts import MODALITIES
-from kvferry.router.text.parsers.stage import PLAIN, Parsing
+from kvferry.router.text.parsers.output_parser import PLAIN, Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.router.text.transcript import TextOptions

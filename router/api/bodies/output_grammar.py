@@ -13,8 +13,8 @@ from kvferry.router.api.bodies.structured import RequestedGrammar
 from kvferry.router.api.bodies.tools import ToolUse
 from kvferry.router.text.parsers import harmony, harmony_syntax
 from kvferry.router.text.parsers.families import MARKERS, marker_ids, marks_of, tokens_in
+from kvferry.router.text.parsers.output_parser import CallParsing, Parsing
 from kvferry.router.text.parsers.rules import either
-from kvferry.router.text.parsers.stage import CallParsing, Parsing
 from kvferry.router.text.parsers.syntax import grammar
 from kvferry.router.text.parsers.thought_grammar import after_thought, can_limit
 from kvferry.router.text.text_model import TextModel

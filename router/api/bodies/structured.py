@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, StrictBool
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.protocol.work import Grammar
-from kvferry.router.text.parsers.stage import PLAIN, Parsing
+from kvferry.router.text.parsers.output_parser import PLAIN, Parsing
 from kvferry.router.text.parsers.syntax import closed
 from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.requested import of_kind, structured_outputs

@@ -14,7 +14,7 @@ from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.bodies.structured import RequestedGrammar
 from kvferry.router.media.chat import MediaChat
 from kvferry.router.media.refusal import InvalidMedia
-from kvferry.router.text.parsers.stage import Parsing
+from kvferry.router.text.parsers.output_parser import Parsing
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 
@@ -24,7 +24,7 @@ class TranslatedChat(ChatBody):
 
     names         the other API's names of the chat's fields
     bound_field   its field that bounds the output; `prompt_field` holds the prompt
-    original      the original request, for the shape of the answer
+    original      the original request, for the format of the answer
     earlier       bytes of conversation that the request refers to
     """
 
@@ -104,3 +104,11 @@ def _split(param: str) -> tuple[str, str]:
     """Split a location: ("tools", "[0].name") for "tools[0].name"."""
     end = min((at for at in (param.find("["), param.find(".")) if at >= 0), default=len(param))
     return param[:end], param[end:]
+
+
+def string_in(block: Mapping[str, Any], name: str, field: str) -> str:
+    """Return the text of a block's field. Raises InvalidRequest if it is not a string. field: path of the block."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
+    return value

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvferry.router.api.fold import Answer
+from kvferry.router.api.answer_base import Answer
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.infill.body import InfillBody
 from kvferry.router.api.sequence_stream import Choice

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.router.api.fold import Answer
+from kvferry.router.api.answer_base import Answer
+from kvferry.router.api.formats.parts import CALL, REASONING, Part, Parts, Step
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.messages.chat import MessagesChat
 from kvferry.router.api.messages.errors import message_error
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.api.shapes.parts import CALL, REASONING, Part, Parts, Step
 from kvferry.router.api.sse import TextEvent, named_event
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
@@ -25,7 +25,7 @@ _DELTAS = {
 
 
 class MessageAnswer(Answer):
-    """Answer of the Messages API, whose blocks follow one another. Implements `router.api.fold.Answer`.
+    """Answer of the Messages API, whose blocks follow one another. Implements `router.api.answer_base.Answer`.
 
     A block's index is its place in the message's content."""
 

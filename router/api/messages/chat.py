@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.output_grammar import limits_reasoning
 from kvferry.router.api.bodies.tool_images import Part, is_image, plain, result_text
-from kvferry.router.api.bodies.translated import TranslatedChat, translated
+from kvferry.router.api.bodies.translated import TranslatedChat, string_in, translated
 from kvferry.router.api.messages.body import CountBody, MessagesBody, Turn
 from kvferry.router.api.served_models import ServedModels
 from kvferry.router.media.parts import TranslatedPart
@@ -107,7 +107,7 @@ def _turn(turn: Turn, field: str) -> list[Message]:
         at = f"{field}[{place}]"
         if block.get("type") == "tool_result":
             parts = _result_parts(block, at)
-            call = _string(block, "tool_use_id", at)
+            call = string_in(block, "tool_use_id", at)
             results.append({"role": "tool", "tool_call_id": call, "content": result_text(parts)})
             images += filter(is_image, parts)
         else:
@@ -124,8 +124,8 @@ def _part(block: Any, field: str) -> Part:
     if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
         raise InvalidRequest(f"{at} must be an object of type base64 or url", param=at)
     if source["type"] == "url":
-        return TranslatedPart(_string(source, "url", at), f"{at}.url")
-    url = f"data:{_string(source, 'media_type', at)};base64,{_string(source, 'data', at)}"
+        return TranslatedPart(string_in(source, "url", at), f"{at}.url")
+    url = f"data:{string_in(source, 'media_type', at)};base64,{string_in(source, 'data', at)}"
     return TranslatedPart(url, f"{at}.data")
 
 
@@ -136,13 +136,13 @@ def _as_message(blocks: Sequence[Block], field: str) -> Message:
         at = f"{field}[{place}]"
         match block.get("type"):
             case "thinking":
-                thoughts.append(_string(block, "thinking", at))
+                thoughts.append(string_in(block, "thinking", at))
             case "redacted_thinking":
                 pass
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": _string(block, "name", at), "arguments": arguments}
-                calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
+                function = {"name": string_in(block, "name", at), "arguments": arguments}
+                calls.append({"id": string_in(block, "id", at), "type": "function", "function": function})
             case _:
                 texts.append(_text(block, at))
     message: Message = {"role": "assistant", "content": "".join(texts)}
@@ -173,14 +173,7 @@ def _text(block: Any, field: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if kind != "text":
         raise InvalidRequest(f"{field}.type: blocks of type {kind!r} are not supported here", param=f"{field}.type")
-    return _string(block, "text", field)
-
-
-def _string(block: Block, name: str, field: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
-    return value
+    return string_in(block, "text", field)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

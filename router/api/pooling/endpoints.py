@@ -12,7 +12,7 @@ from kvferry.router.api.admission import AdmittedRequest
 from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
-from kvferry.router.api.generation_route import GenerationRoute
+from kvferry.router.api.inference_route import InferenceRoute
 from kvferry.router.api.pooling.answers import ClassifyAnswer, EmbeddingAnswer, RerankAnswer, ScoreAnswer
 from kvferry.router.api.pooling.embeddings import EmbeddingBody, embeddings
 from kvferry.router.api.pooling.pooling_outputs import WholeAnswer
@@ -54,7 +54,7 @@ POOLING_ENDPOINTS = (
 """All pooling endpoints."""
 
 
-class PoolingRoute(GenerationRoute[PoolingEndpoint]):
+class PoolingRoute(InferenceRoute[PoolingEndpoint]):
     """Route of a pooling endpoint."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> WholeAnswer:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.protocol.errors import ContextLengthExceeded, InvalidRequest, KvferryError
-from kvferry.protocol.work import Work
+from kvferry.protocol.work import Work, floats
 from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.generation import count_prompt
@@ -109,15 +108,6 @@ class PoolingOutputs:
         self._used = TokenUsage(self._used.prompt + len(spec.token_ids), self._used.cached + cached)
         if begins:
             self._admitted.began(lambda: self._used)
-
-
-def floats(vector: bytes) -> array[float]:
-    """Decode a vector from the wire: float32, little-endian."""
-    found = array("f")
-    found.frombytes(vector)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
 
 
 async def encoded(pool: ServedModel, prompts: Sequence[Prompt], field: str, truncate: int | None) -> list[list[int]]:

@@ -6,14 +6,14 @@ import time
 from typing import Any
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.router.api.fold import Answer
+from kvferry.router.api.answer_base import Answer
+from kvferry.router.api.formats.logprobs import LogprobWriter
+from kvferry.router.api.formats.parts import CALL, REASONING, TEXT, Part, Parts, Step
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.responses.request import ResponsesChat, ResponsesRequest
 from kvferry.router.api.responses.tools import client_tools, input_of
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.api.shapes.logprobs import LogprobWriter
-from kvferry.router.api.shapes.parts import CALL, REASONING, TEXT, Part, Parts, Step
 from kvferry.router.api.sse import TextEvent, named_event
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Entry, Piece
@@ -29,7 +29,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class ResponseAnswer(Answer):
-    """Response object of one request; it repeats the request's settings. Implements `router.api.fold.Answer`."""
+    """Response object of one request; it repeats the request's settings. Implements `router.api.answer_base.Answer`."""
 
     def __init__(self, call: RequestContext, pool: ServedModel, chat: ResponsesChat, generation: Generation) -> None:
         super().__init__(generation, streams=bool(chat.stream))

@@ -16,9 +16,9 @@ from typing import Any
 from kvferry.cluster_state.router_ownership import RouterOwnership
 from kvferry.protocol.errors import Cancelled, InvalidRequest, KvferryError, NotFound, RegistryUnavailable, Retryable
 from kvferry.router.api.admission import AdmittedRequest
-from kvferry.router.api.fold import Answer
+from kvferry.router.api.answer_base import Answer
 from kvferry.router.api.generation import Generation
-from kvferry.router.api.generation_route import InflightLimit
+from kvferry.router.api.inference_route import InflightLimit
 from kvferry.router.api.responses.answer import ResponseAnswer
 from kvferry.router.api.responses.request import ResponsesChat
 from kvferry.router.api.responses.stored_responses import StoredResponse, StoredResponses
@@ -123,7 +123,7 @@ class Background:
         """End a response wherever it is generated; its record then shows the end."""
         place = tenant, response_id
         if place not in self._running:
-            await self._peers.ask("drop", tenant, response_id, within_s=ENDS_S)
+            await self._peers.call("drop", tenant, response_id, within_s=ENDS_S)
         if place not in self._running and self.resume is not None and self._ownership.is_shared:
             if await self._ownership.claim(KIND, _named(*place), ENDS_S, by_force=True):
                 await self._resume(place, computes=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.tool_images import Part, is_image, plain, result_text
+from kvferry.router.api.bodies.translated import string_in
 from kvferry.router.api.responses.tools import arguments_of, qualified
 from kvferry.router.media.parts import TranslatedPart, check_detail
 
@@ -108,16 +109,21 @@ def _normal(item: Any, field: str, name: str) -> Item:
         case "function_call" | "custom_tool_call":
             value_key = "arguments" if kind == "function_call" else "input"
             parts = ("call_id", "name", value_key, *(("namespace",) if item.get("namespace") else ()))
-            return {**own, **{part: _string(item, part, field) for part in parts}, "status": "completed", "type": kind}
+            return {
+                **own,
+                **{part: string_in(item, part, field) for part in parts},
+                "status": "completed",
+                "type": kind,
+            }
         case "function_call_output" | "custom_tool_call_output":
             output = item.get("output")
             shown = output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text", images=True)
-            return {**own, "call_id": _string(item, "call_id", field), "output": shown, "status": "completed",
+            return {**own, "call_id": string_in(item, "call_id", field), "output": shown, "status": "completed",
                     "type": kind}  # fmt: skip
         case "reasoning":
             return {**own, **_reasoning(item, field), "type": kind}
         case "item_reference":
-            return {"id": _string(item, "id", field), "type": kind}
+            return {"id": string_in(item, "id", field), "type": kind}
     known = "message, reasoning, item_reference, and function_call and custom_tool_call with their outputs"
     raise InvalidRequest(f"{field}.type: items of type {kind!r} are not supported, only {known}", param=f"{field}.type")
 
@@ -173,7 +179,7 @@ def _image(part: Item, field: str) -> Item:
         at = f"{field}.file_id"
         raise InvalidRequest(f"{at} is not supported: send the image as image_url", param=at)
     check_detail(part.get("detail"), f"{field}.detail")
-    url = _string(part, "image_url", field)
+    url = string_in(part, "image_url", field)
     image = _Image(type="input_image", image_url=url, detail=part.get("detail") or "auto")
     image.field = f"{field}.image_url"
     return image
@@ -190,10 +196,3 @@ def _part(part: Any, field: str, kind: str) -> Item:
     if name == "refusal" and kind == "output_text":
         return {"type": "refusal", "refusal": text}
     return {"type": kind, "text": text, **({"annotations": []} if kind == "output_text" else {})}
-
-
-def _string(item: Item, name: str, field: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")
-    return value

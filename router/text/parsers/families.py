@@ -10,6 +10,7 @@ from typing import Any
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
 from kvferry.router.text.parsers import harmony, hermes, mistral
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.derived.derive import Derived
 from kvferry.router.text.parsers.derived.grammar import calls
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
@@ -20,7 +21,6 @@ from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
 from kvferry.router.text.parsers.known_syntaxes import HERMES, chosen_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
-from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.pythonic import PythonicParser
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.parsers.syntax import Writer

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.text.detokenizer import detokenizer
+from kvferry.router.text.parsers.call_parser import new_id
 from kvferry.router.text.parsers.json_call import ValueEnd, is_object
-from kvferry.router.text.parsers.parsed_output import new_id
 from kvferry.router.text.transcript import CallDelta, Parsed
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -53,7 +53,7 @@ def lead(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
 
 
 class HarmonyParser:
-    """Parser of messages on channels. Implements `router.text.parsers.reader.Reader`.
+    """Parser of messages on channels. Implements `router.text.parsers.turn_parser.Reader`.
 
     names    tools that may be called; a message to another recipient is text
     patient  a call is shown once complete, and as text if malformed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.json_call import CallObject
-from kvferry.router.text.parsers.parsed_output import CallParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 REPLY, REPLIED = "<text>", "</text>"

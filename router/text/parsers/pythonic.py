@@ -10,7 +10,7 @@ import re
 import warnings
 from typing import Any
 
-from kvferry.router.text.parsers.parsed_output import CallParser
+from kvferry.router.text.parsers.call_parser import CallParser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 50

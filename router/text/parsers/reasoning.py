@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.router.text.parsers.parsed_output import held_from
+from kvferry.router.text.parsers.call_parser import held_from
 from kvferry.router.text.transcript import Parsed
 
 

@@ -16,20 +16,14 @@ Spell = Callable[[str], str]
 """Returns the Lark text of a marker: a token if the vocabulary has it, else text."""
 
 
-class Rules:
+class Rules(lark.RuleLines):
     """Collector of grammar rules; each method returns an expression for its arguments."""
 
     def __init__(self, spell: Spell) -> None:
+        super().__init__()
         self.spell = spell
-        self.lines: list[str] = []
         self.literal: str | None = None
         """Name of the rule for any value in a derived syntax, once it exists."""
-
-    def rule(self, body: str, options: str = "") -> str:
-        """Add a rule and return its name."""
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}{options}: {body}")
-        return name
 
     def any(self) -> str:
         """Return an expression for free text, possibly empty."""
@@ -38,12 +32,6 @@ class Rules:
     def at_most(self, tokens: int) -> str:
         """Return an expression for free text of at most `tokens` tokens."""
         return self.rule(self.any(), f"[max_tokens={tokens}]")
-
-    def terminal(self, body: str) -> str:
-        """Add a terminal and return its name."""
-        name = f"T{len(self.lines)}"
-        self.lines.append(f"{name}: {body}")
-        return name
 
     def up_to(self, marker: str) -> str:
         """Return an expression for free text up to and including the first such marker."""

@@ -73,4 +73,4 @@ def their_tokens_are_counted():
 def what_is_wrong_is_named():
     with raises(anthropic.BadRequestError) as caught:
         ask(block(PICTURES[0][:-3]))
-    assert "messages[0].content[0].source.data holds no valid base64" in str(caught[0])
+    assert "messages[0].content[0].source.data is not valid base64" in str(caught[0])

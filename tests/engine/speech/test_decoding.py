@@ -139,7 +139,7 @@ def test_a_window_is_decoded_the_same_among_others(parts: SpeechParts) -> None:
 def test_bits_do_not_depend_on_neighbours_in_compiled_kernels(tiny: Path) -> None:
     """In bfloat16, whose dense layers of the compiled kernels compute a row as if it were alone."""
     made = assemble_speech(WorkerSettings(model=str(tiny), dtype="bfloat16", device="cpu", max_num_seqs=4))
-    if made.model.loop.decoder.ops_name != "cpu":
+    if made.model.loop.decoder._ops.name != "cpu":
         pytest.skip("the compiled kernels are not installed")
     decoder, size = made.model.loop.decoder, made.model.loop.blocks // 4
     windows = [range(each * size, (each + 1) * size) for each in range(4)]

@@ -19,7 +19,7 @@ from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.settings import RouterSettings
 from kvferry.protocol.version import VERSION
 from kvferry.router.dispatch.interface import Output, RequestSpec, Route
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from tests.api_parts import (
     EOS,
     MESSAGES,

@@ -13,7 +13,7 @@ from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.router.api.choice_streams import ChoiceMerge
 from kvferry.router.api.sequence_stream import Choice, SequenceStream
-from kvferry.router.dispatch.interface import Enough, Output, RequestSpec
+from kvferry.router.dispatch.interface import Output, OutputComplete, RequestSpec
 from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.text.transcript import Piece
 
@@ -46,7 +46,7 @@ class Journey:
             while True:
                 output = await self._inbox.next()
                 self.woken += 1
-                if isinstance(output, Enough):
+                if isinstance(output, OutputComplete):
                     return
                 if isinstance(output, Exception):
                     raise output
@@ -70,7 +70,7 @@ class Request:
     def count_first(self, now: float, route: Any) -> None:
         pass
 
-    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
+    async def cancel(self, choice: Choice, *, complete: bool = False) -> None:
         choice.ended = True
 
     def transcript(self, spec: Any) -> Any:

@@ -16,7 +16,7 @@ from kvferry.protocol.media import MediaItem
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.dispatch.prompt_media import PromptMedia, RenderedMedia
 from kvferry.router.media.prompting import MediaBudget
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from tests.api_parts import Api, FakeCluster, error_of, ids_of, says
 from tests.router.media import pictures as made
 from tests.waiting import until

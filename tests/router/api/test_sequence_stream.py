@@ -13,7 +13,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.api.sequence_stream import Choice, SequenceStream
-from kvferry.router.dispatch.interface import Enough, Output
+from kvferry.router.dispatch.interface import Output, OutputComplete
 from kvferry.router.text.transcript import Piece, TextOptions, Transcript
 from tests.api_parts import demo_text
 
@@ -36,8 +36,8 @@ class Whole:
     def count_late(self, choice: Choice) -> None:
         raise AssertionError("no account came late")
 
-    async def cancel(self, choice: Choice, *, enough: bool = False) -> None:
-        self.cancels.append(enough)
+    async def cancel(self, choice: Choice, *, complete: bool = False) -> None:
+        self.cancels.append(complete)
 
 
 class Journey:
@@ -52,7 +52,7 @@ class Journey:
         self.listener = listener
 
     async def outputs(self) -> AsyncGenerator[Output]:
-        with suppress(Enough):
+        with suppress(OutputComplete):
             try:
                 for token in range(self._tokens):
                     if self.listener is None:

@@ -21,8 +21,8 @@ from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import Job, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.formats.chunks import ChunkAnswer
 from kvferry.router.api.sequence_stream import Choice
-from kvferry.router.api.shapes.chunks import ChunkAnswer
 from kvferry.router.dispatch.dispatch import RequestDispatch
 from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.failures import Failure

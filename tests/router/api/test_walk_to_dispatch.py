@@ -16,7 +16,7 @@ API_HALF = {
     "router/api/ingress.py",
     "router/api/path_aliases.py",
     "router/api/generating_route.py",
-    "router/api/generation_route.py",
+    "router/api/inference_route.py",
     "router/api/bodies/reader.py",
     "router/api/bodies/generating.py",
     "router/api/bodies/structured.py",

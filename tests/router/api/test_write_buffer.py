@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.api.fold import Answer
+from kvferry.router.api.answer_base import Answer
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.sequence_stream import Choice, ChoicePiece, Listener
 from kvferry.router.api.write_buffer import MAX_BYTES, WriteBuffer

@@ -13,7 +13,7 @@ import pytest
 from kvferry.protocol.errors import Cancelled
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.router.dispatch.dispatch import RequestDispatch
-from kvferry.router.dispatch.interface import Enough, Output
+from kvferry.router.dispatch.interface import Output, OutputComplete
 from tests.crowded import in_time
 from tests.fake_workers import PROMPT, SILENCE, Bench, FakeWorker, collect, decode, expected, first_token, ids, prefill
 from tests.waiting import until
@@ -140,7 +140,7 @@ async def test_a_listener_that_has_enough_ends_the_dispatch_well() -> None:
 
         def hear(output: Output) -> None:
             if len(outputs) >= 4:
-                raise Enough
+                raise OutputComplete
             outputs.append(output)
 
         dispatch.listen(hear)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.placement.types import Placement
-from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDied
+from kvferry.protocol.errors import FatalRequest, KvferryError, NodeDown
 from kvferry.protocol.messages import PrefillRequest
 from kvferry.router.dispatch.failures import Failure, Work, failure
 from kvferry.router.dispatch.poison_requests import CLEARED_TOKENS, MEMORY_S, SHARING_COST_S, PoisonRequests, Suspect
@@ -80,7 +80,7 @@ def test_a_decode_node_that_is_alone_with_a_request_has_both_works_until_tokens_
         (d1, alone, True, {"decode"}),
         (p1, ends, False, {"prefill"}),
     ):
-        assert failure(0, NodeDied("x"), (node,), placement, decoding=decoding).works == works
+        assert failure(0, NodeDown("x"), (node,), placement, decoding=decoding).works == works
 
 
 def test_of_two_that_lost_two_nodes_together_neither_is_and_they_are_parted() -> None:
@@ -140,12 +140,12 @@ def test_a_death_is_heard_of_one_by_one_and_forgotten() -> None:
 def test_failures_are_counted_since_the_request_got_on() -> None:
     retry_policy, node = RetryPolicy(), lease_of("d1", "decode")
     for delivered in range(3 * MAX_FAILURES):
-        retry_policy.next_step(Failure(delivered, NodeDied("x"), (node,)), delivered, ())
+        retry_policy.next_step(Failure(delivered, NodeDown("x"), (node,)), delivered, ())
         assert retry_policy.excluded == {("d1", 1)}
     for _ in range(MAX_FAILURES - 1):
-        retry_policy.next_step(Failure(0, NodeDied("x"), (node,)), 99, ())
-    with pytest.raises(NodeDied):
-        retry_policy.next_step(Failure(0, NodeDied("x"), (node,)), 99, ())
+        retry_policy.next_step(Failure(0, NodeDown("x"), (node,)), 99, ())
+    with pytest.raises(NodeDown):
+        retry_policy.next_step(Failure(0, NodeDown("x"), (node,)), 99, ())
 
 
 async def test_it_takes_two_decode_nodes_and_no_innocent_stream() -> None:

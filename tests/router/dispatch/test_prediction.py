@@ -9,7 +9,7 @@ import pytest
 
 import kvferry.router.dispatch.hedging
 from kvferry.placement.types import Placement
-from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeDied, TransferFailed
+from kvferry.protocol.errors import Fenced, Incompatible, KvferryError, NodeDown, TransferFailed
 from kvferry.protocol.hashing import chain, root_hash
 from kvferry.protocol.index_rows import rows_of
 from kvferry.protocol.messages import PrefillRequest
@@ -112,13 +112,13 @@ Told = tuple[int, KvferryError | None]
         ([(40, None)], 0, 40, (), {}),
         ([(40, None)], 0, 48, (), {}),
         ([(40, None)], 0, 16, (("not_arrived", 4), ("evicted", 20)), {"not_arrived": 4, "evicted": 20}),
-        ([(40, NodeDied("")), (32, None)], 1, 16, (("evicted", 16),), {"evicted": 16, "node_lost": 8}),
-        ([(40, NodeDied("")), (64, None)], 1, 16, (("evicted", 48),), {"evicted": 24}),
+        ([(40, NodeDown("")), (32, None)], 1, 16, (("evicted", 16),), {"evicted": 16, "node_lost": 8}),
+        ([(40, NodeDown("")), (64, None)], 1, 16, (("evicted", 48),), {"evicted": 24}),
         ([(40, Fenced("")), (32, Incompatible("")), (8, None)], 2, 8, (), {"layout": 24, "fenced": 8}),
         ([(40, Fenced("")), (64, TransferFailed("")), (0, None)], 2, 0, (), {"not_arrived": 40}),
         ([(40, None), (0, None)], 1, 0, (), {"outrun": 40}),
         ([(40, None), (0, None)], 0, 0, (("evicted", 40),), {"evicted": 40}),
-        ([(0, NodeDied("")), (40, None)], 1, 0, (("evicted", 40),), {}),
+        ([(0, NodeDown("")), (40, None)], 1, 0, (("evicted", 40),), {}),
         ([(40, None)], 0, 0, (("evicted", 8),), {"evicted": 8, "unknown": 32}),
     ],
 )

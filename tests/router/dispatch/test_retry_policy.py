@@ -68,7 +68,7 @@ def test_failures_are_bounded_and_refusals_are_not_failures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reporter", "culprit"),
+    ("error", "reporter", "faulty"),
     [
         (GrantRefused("x"), P1, (D1,)),
         (Overloaded("x"), P1, (P1,)),
@@ -80,8 +80,8 @@ def test_failures_are_bounded_and_refusals_are_not_failures() -> None:
         (NodeLost("x"), D1, (P1, D1)),
     ],
 )
-def test_blame(error: KvferryError, reporter: NodeLease, culprit: tuple[NodeLease, ...]) -> None:
-    assert nodes_at_fault(error, reporter, Placement(P1, D1, 0, 0.0, 0.0)) == culprit
+def test_blame(error: KvferryError, reporter: NodeLease, faulty: tuple[NodeLease, ...]) -> None:
+    assert nodes_at_fault(error, reporter, Placement(P1, D1, 0, 0.0, 0.0)) == faulty
 
 
 def test_nobody_else_is_to_blame_without_a_pair_or_once_it_decodes() -> None:

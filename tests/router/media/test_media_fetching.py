@@ -14,9 +14,10 @@ from starlette.routing import Route
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.media import fetching
-from kvferry.router.media.addresses import is_public, resolve
+from kvferry.router.media.addresses import is_public
 from kvferry.router.media.fetching import MediaFetcher
 from kvferry.router.media.limits import MAX_MEDIA_BYTES, MAX_REDIRECTS
+from kvferry.runtime.address import resolve
 from tests.api_parts import served
 
 HOST, FIELD = "pictures.example", "messages[0].content[0].image_url.url"
@@ -169,7 +170,7 @@ async def test_addresses_of_this_machine_and_its_network_are_refused_even_where_
         (f"http://evil.example\\@{HOST}/", "neither a user"),
         (f"http://me:secret@{HOST}/", "neither a user"),
         (f"http://{HOST}:6379/", "nor a port"),
-        (f"http://{HOST}:99999/", "no valid URL"),
+        (f"http://{HOST}:99999/", "not a valid URL"),
         (f"gopher://{HOST}/", "http or https"),
         (f"//{HOST}/", "http or https"),
         ("http://", "http or https"),

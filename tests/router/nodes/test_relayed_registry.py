@@ -10,7 +10,7 @@ from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.memory_store import MemoryStore
 from kvferry.cluster_state.redis_store import RedisStore
 from kvferry.cluster_state.seal import Seal
-from kvferry.protocol.errors import NodeDied
+from kvferry.protocol.errors import NodeDown
 from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.relayed_leases import RelayedLeases
 from kvferry.protocol.wire import pack
@@ -30,7 +30,7 @@ class Relays:
     async def call(self, node: NodeLease, what: str, body: bytes, silence_s: float, opened: None, deliver: Any) -> None:
         assert (what, body) == ("GET /leases", b"")
         self.asked.append(node.node_id)
-        answer = self.answers.get(node.node_id, NodeDied("down"))
+        answer = self.answers.get(node.node_id, NodeDown("down"))
         if isinstance(answer, Exception):
             raise answer
         deliver(RelayedLeases(tuple(map(self.seal, answer))))
@@ -53,7 +53,7 @@ async def cut(*leases: NodeLease) -> Table:
 
 async def test_a_restarted_node_and_a_new_one_are_learnt_and_absent_ones_stay() -> None:
     table = await cut(P1, D1, D2)
-    table[D1].broken(NodeDied("killed"))
+    table[D1].broken(NodeDown("killed"))
     again, new = replace(D1, epoch=2, http_url="http://elsewhere"), lease_of("d3", "decode")
     await relayed(table, Relays(p1=[P1, again, new], d2=[P1]))._ask()
     assert set(table.entries) == {("p1", 1), ("d1", 2), ("d2", 1), ("d3", 1)}
@@ -64,7 +64,7 @@ async def test_a_restarted_node_and_a_new_one_are_learnt_and_absent_ones_stay() 
 async def test_older_leases_change_nothing() -> None:
     young = replace(D1, epoch=2)
     table = await cut(P1, young)
-    table[young].broken(NodeDied("killed"))
+    table[young].broken(NodeDown("killed"))
     await relayed(table, Relays(p1=[D1]))._ask()
     assert set(table.entries) == {("p1", 1), ("d1", 2)}
 
@@ -84,7 +84,7 @@ async def test_each_round_asks_few_and_all_that_may_have_restarted_in_turn() -> 
     nodes = [lease_of(f"d{number}", "decode") for number in range(20)]
     table = await cut(*nodes)
     for lease in nodes[:9]:
-        table[lease].broken(NodeDied("killed"))
+        table[lease].broken(NodeDown("killed"))
     relays = Relays()
     source = relayed(table, relays)
     for _ in range(3):
@@ -140,7 +140,7 @@ async def test_a_seal_is_needed_and_a_relay_cannot_forge_one() -> None:
 
 async def test_a_relay_that_says_nonsense_hides_no_other() -> None:
     table = await cut(P1, D1, D2)
-    table[D1].broken(NodeDied("killed"))
+    table[D1].broken(NodeDown("killed"))
     again = replace(D1, epoch=2)
     await relayed(table, Relays(p1=[replace(D2, block_size=0)], d2=[again]))._ask()
     assert ("d1", 2) in table.entries

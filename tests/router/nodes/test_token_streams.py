@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.protocol.errors import Fenced, KvferryError, NodeLost, StreamGone
+from kvferry.protocol.errors import Fenced, KvferryError, NodeLost, StreamLost
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.messages import AttemptFailed, Deviation, StepFrame, TokenDelta
 from kvferry.protocol.process_names import NodeName
@@ -60,7 +60,7 @@ class Node:
         self.bodies, self.asked = list(bodies), 0
         self.after: list[int | None] = []
         self.keeps = False
-        self.gone: KvferryError = StreamGone("nothing is kept")
+        self.gone: KvferryError = StreamLost("nothing is kept")
 
     silence_s = 0.2
     clock = staticmethod(time.monotonic)

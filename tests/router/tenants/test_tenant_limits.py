@@ -1,10 +1,10 @@
-"""Buckets and meters, on a clock of the tests' own."""
+"""Buckets and limiters, on a clock of the tests' own."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvferry.router.tenants.limits import Bucket, Meter, RateLimited, shown_seconds
+from kvferry.router.tenants.limits import Bucket, RateLimited, TenantLimiter, shown_seconds
 from kvferry.router.tenants.tenant import Tenant
 
 
@@ -35,56 +35,56 @@ def test_no_limit_never_waits() -> None:
 
 def test_requests_a_minute_and_an_honest_retry_after() -> None:
     clock = Clock()
-    meter = Meter(Tenant("acme", requests_per_minute=2), clock)
+    limiter = TenantLimiter(Tenant("acme", requests_per_minute=2), clock)
     for _ in range(2):
-        meter.enter()
+        limiter.enter()
     with pytest.raises(RateLimited) as caught:
-        meter.enter()
+        limiter.enter()
     error = caught.value
     assert (error.status, error.code, error.body()["error"]["type"]) == (429, "rate_limit_exceeded", "requests")
     assert error.retry_after is not None
     clock.now += error.retry_after - 0.01
     with pytest.raises(RateLimited):
-        meter.enter()
+        limiter.enter()
     clock.now += 0.02
-    meter.enter()
-    assert meter.running == 3
+    limiter.enter()
+    assert limiter.running == 3
 
 
 def test_tokens_are_charged_and_settled() -> None:
     clock = Clock()
-    meter = Meter(Tenant("acme", tokens_per_minute=600), clock)
-    meter.enter()
-    meter.charge(400)
+    limiter = TenantLimiter(Tenant("acme", tokens_per_minute=600), clock)
+    limiter.enter()
+    limiter.charge(400)
     with pytest.raises(RateLimited, match="takes 300") as caught:
-        meter.charge(300)
+        limiter.charge(300)
     assert caught.value.retry_after == pytest.approx(10.0)
     assert caught.value.body()["error"]["type"] == "tokens"
-    meter.settle(-100)
-    meter.charge(300)
-    assert meter.headers()["x-ratelimit-remaining-tokens"] == "0"
+    limiter.settle(-100)
+    limiter.charge(300)
+    assert limiter.headers()["x-ratelimit-remaining-tokens"] == "0"
     with pytest.raises(RateLimited):
-        meter.enter()
-    meter.settle(600)
+        limiter.enter()
+    limiter.settle(600)
     clock.now += 60
-    assert meter.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert limiter.headers()["x-ratelimit-remaining-tokens"] == "0"
 
 
 def test_concurrent_requests_are_bounded() -> None:
-    meter = Meter(Tenant("acme", concurrent=1), Clock())
-    meter.enter()
+    limiter = TenantLimiter(Tenant("acme", concurrent=1), Clock())
+    limiter.enter()
     with pytest.raises(RateLimited, match="in progress"):
-        meter.enter()
-    meter.leave()
-    meter.enter()
+        limiter.enter()
+    limiter.leave()
+    limiter.enter()
 
 
 def test_headers_are_those_of_the_limits_that_there_are() -> None:
     clock = Clock()
-    assert Meter(Tenant("acme"), clock).headers() == {}
-    meter = Meter(Tenant("acme", requests_per_minute=6, tokens_per_minute=60000), clock)
-    meter.enter()
-    assert meter.headers() == {
+    assert TenantLimiter(Tenant("acme"), clock).headers() == {}
+    limiter = TenantLimiter(Tenant("acme", requests_per_minute=6, tokens_per_minute=60000), clock)
+    limiter.enter()
+    assert limiter.headers() == {
         "x-ratelimit-limit-requests": "6",
         "x-ratelimit-remaining-requests": "5",
         "x-ratelimit-reset-requests": "10s",
@@ -95,14 +95,14 @@ def test_headers_are_those_of_the_limits_that_there_are() -> None:
 
 
 def test_a_new_limit_keeps_what_was_taken() -> None:
-    meter = Meter(Tenant("acme", requests_per_minute=10), Clock())
+    limiter = TenantLimiter(Tenant("acme", requests_per_minute=10), Clock())
     for _ in range(4):
-        meter.enter()
-    meter.update(Tenant("acme", requests_per_minute=5))
-    assert meter.headers()["x-ratelimit-remaining-requests"] == "1"
-    meter.update(Tenant("acme"))
+        limiter.enter()
+    limiter.update(Tenant("acme", requests_per_minute=5))
+    assert limiter.headers()["x-ratelimit-remaining-requests"] == "1"
+    limiter.update(Tenant("acme"))
     for _ in range(20):
-        meter.enter()
+        limiter.enter()
 
 
 @pytest.mark.parametrize(

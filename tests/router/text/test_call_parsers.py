@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.families import CALLS
 from kvferry.router.text.parsers.hermes import LedHermesParser
-from kvferry.router.text.parsers.parsed_output import CallParser
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 
 PARSERS: dict[str, type[CallParser]] = {**CALLS, "led": LedHermesParser}
 NAMES = ("get", "put-it")

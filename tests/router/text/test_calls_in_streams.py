@@ -16,12 +16,12 @@ from tokenizers import AddedToken, Tokenizer
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.dispatch.interface import Output
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.families import CALLS as FAMILIES
 from kvferry.router.text.parsers.families import MARKERS_OF
 from kvferry.router.text.parsers.hermes import LedHermesParser
-from kvferry.router.text.parsers.parsed_output import CallParser
-from kvferry.router.text.parsers.stage import CallParsing, Parsing, Stage, merged
+from kvferry.router.text.parsers.output_parser import CallParsing, OutputParser, Parsing, merged
 from kvferry.router.text.transcript import TextOptions, Transcript
 from tests.api_parts import demo_text
 from tests.router.text.derived.small_templates import CALLS as FORMS
@@ -128,12 +128,12 @@ def marked() -> TextTokenizer:
     return TextTokenizer(own)
 
 
-def stage_of(tokenizer: TextTokenizer, mark: int) -> Stage:
+def stage_of(tokenizer: TextTokenizer, mark: int) -> OutputParser:
     calls = CallParsing(FAMILIES["hermes"], SCHEMAS, patient=True, marker=MARK, marker_id=mark)
     params = SamplingParams(max_tokens=500, eos_token_ids=(2,))
     options = replace(TextOptions(), shown={mark: MARK})
     parsing = Parsing(calls=calls)
-    return Stage(Transcript(tokenizer, [1], params, options), parsing, parsing.reader(tokenizer, [1]))
+    return OutputParser(Transcript(tokenizer, [1], params, options), parsing, parsing.reader(tokenizer, [1]))
 
 
 @pytest.mark.parametrize("per_output", [1, 4, 500])

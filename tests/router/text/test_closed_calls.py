@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.protocol.work import Grammar
 from kvferry.router.text.parsers.families import CALLS
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.parsers.syntax import Tool
 from kvferry.structured_output.interface import words_for
 from kvferry.structured_output.llguidance_backend import LlguidanceBackend

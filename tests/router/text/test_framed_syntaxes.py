@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer
 from kvferry.router.text.parsers.derived.grammar import calls
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import ToolSyntax
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.parsers.rules import Rules
-from kvferry.router.text.parsers.stage import merged
 from kvferry.router.text.parsers.syntax import Tool, grammar
 from kvferry.router.text.template import ChatTemplate
 from kvferry.structured_output import lark

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.router.text.parsers.harmony import MARKERS, MARKS, HarmonyParser
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 from tests.router.text.test_call_parsers import JSON
 
 NAMES = ("get", "put-it")

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from kvferry.model_files.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import RouterSettings
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from kvferry.router.text.parsers.families import REASONING
 from kvferry.router.text.parsers.harmony import CHANNEL, MARKERS, MESSAGE, START, lead
 from kvferry.router.text.text_model import TextModel

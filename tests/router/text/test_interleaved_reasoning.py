@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvferry.router.text.parsers.families import CALLS as FAMILIES
 from kvferry.router.text.parsers.families import REASONING
-from kvferry.router.text.parsers.reader import Turn
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.turn_parser import TurnParser
 from kvferry.router.text.transcript import Parsed
 from tests.router.text.derived.small_templates import CALLS as FORMS
 from tests.router.text.derived.small_templates import written
@@ -25,12 +25,12 @@ THINK = REASONING["qwen3"]
 DIALECTS = ["hermes", "llama3_json", "mistral", "mistral 2", *FORMS]
 
 
-def turn_of(dialect: str, *, patient: bool = True, opened: bool = False, thinking: Thinking = THINK) -> Turn:
+def turn_of(dialect: str, *, patient: bool = True, opened: bool = False, thinking: Thinking = THINK) -> TurnParser:
     parser = parser_of(dialect)(patient=patient, thoughts=thinking.begins)
-    return Turn(ReasoningParser(thinking, opened=opened), parser)
+    return TurnParser(ReasoningParser(thinking, opened=opened), parser)
 
 
-def parts(turn: Turn, pieces: list[str]) -> list[tuple[str, str]]:
+def parts(turn: TurnParser, pieces: list[str]) -> list[tuple[str, str]]:
     """Kinds and texts of the parts of an answer, in their order; a call is named by its number."""
     found: list[Parsed] = [each for piece in pieces for each in turn.feed(piece)] + turn.finish(is_whole=True)
     shown: list[tuple[str, str]] = []
@@ -120,6 +120,6 @@ def test_grammars_allow_reasoning_between_calls(family: str, marked: bool) -> No
     assert accepts(grammar_of(family, forced=True, **options), text, marked=marked)
     assert not accepts(grammar_of(family, forced=True, parallel=False, **options), text, marked=marked)
     assert not accepts(grammar_of(family, forced=True, **options), f"{one}<think>Hm.</think>\n", marked=marked)
-    turn = Turn(ReasoningParser(THINK, opened=False), FAMILIES[family](["add", "now"], thoughts=THINK.begins))
+    turn = TurnParser(ReasoningParser(THINK, opened=False), FAMILIES[family](["add", "now"], thoughts=THINK.begins))
     found = [*turn.feed(text), *turn.finish()]
     assert len(merged([call for each in found for call in each.calls])) == 3

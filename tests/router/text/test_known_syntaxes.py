@@ -15,7 +15,7 @@ from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import NAME
 from kvferry.router.text.parsers.derived.writing import written
 from kvferry.router.text.parsers.known_syntaxes import HERMES, known_syntax
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.parsers.syntax import Tool, grammar
 from kvferry.router.text.template import ChatTemplate
 from kvferry.structured_output import lark

@@ -11,7 +11,7 @@ import pytest
 from kvferry.protocol.errors import ContextLengthExceeded
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.text.encoding import LONG_CHARS, Bound, Encoder
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from kvferry.router.text.text_model import TextModel
 from tests.wordpiece import VOCAB_SIZE, save_wordpiece
 

@@ -16,7 +16,7 @@ from kvferry.router.api.bodies.completions import CompletionBody
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import Encoder
-from kvferry.router.text.load import load_text_model
+from kvferry.router.text.loader import load_text_model
 from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.text_model import TextModel
 from tests.api_parts import MESSAGES, FakeCluster, says

@@ -7,12 +7,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvferry.router.text.parsers.stage import CallParsing, Parsing, Stage
 
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.parsers.families import CALLS as FAMILIES
 from kvferry.router.text.parsers.held_thought import MAX_CHARS
-from kvferry.router.text.parsers.stage import CallParsing, Parsing, Stage
 from kvferry.router.text.transcript import TextOptions, Transcript
 from tests.api_parts import demo_text, ids_of
 from tests.router.text.derived.small_templates import CALLS as FORMS

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.families import CALLS, MARKERS, REASONING
 from kvferry.router.text.parsers.family_syntax import WRITERS
 from kvferry.router.text.parsers.hermes import LedHermesParser
-from kvferry.router.text.parsers.parsed_output import CallParser
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.parsers.syntax import Tool, grammar
 from kvferry.structured_output import lark
 from tests.api_parts import EOS, demo_text

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.protocol.router_metrics import RouterMetrics
 from kvferry.protocol.settings import RouterSettings
 from kvferry.router.worker_peers.exposition import merge, scraped
-from kvferry.router.worker_peers.peers import WorkerPeers, ask, socket_path
+from kvferry.router.worker_peers.peers import WorkerPeers, call_peer, socket_path
 
 
 async def test_a_question_gets_its_answer_and_who_is_not_there_gives_none(tmp_path: Path) -> None:
@@ -23,10 +23,10 @@ async def test_a_question_gets_its_answer_and_who_is_not_there_gives_none(tmp_pa
 
     other.answers["told"] = told
     async with one.answering(), other.answering():
-        assert await one.ask("told", "x", 5) == {1: b"x 5" * 100_000, 2: None}
-        assert await other.ask("told", "x", 5) == {0: None, 2: None}, "it has no such answer"
+        assert await one.call("told", "x", 5) == {1: b"x 5" * 100_000, 2: None}
+        assert await other.call("told", "x", 5) == {0: None, 2: None}, "it has no such answer"
         assert await one.silent() == [2]
-    assert await one.ask("alive") == {1: None, 2: None}
+    assert await one.call("alive") == {1: None, 2: None}
 
 
 async def test_one_that_hangs_or_breaks_off_has_not_answered(tmp_path: Path) -> None:
@@ -38,20 +38,20 @@ async def test_one_that_hangs_or_breaks_off_has_not_answered(tmp_path: Path) -> 
         writer.close()
 
     async with await asyncio.start_unix_server(cut, socket_path(tmp_path, 0)):
-        assert await ask(tmp_path, 0, "cut") is None
-        assert await ask(tmp_path, 0, "hang", within_s=0.05) is None
+        assert await call_peer(tmp_path, 0, "cut") is None
+        assert await call_peer(tmp_path, 0, "hang", within_s=0.05) is None
 
 
 async def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
     socket_path(tmp_path, 0).touch()
     async with WorkerPeers(0, 2, str(tmp_path)).answering():
-        assert await ask(tmp_path, 0, "alive") == b""
+        assert await call_peer(tmp_path, 0, "alive") == b""
 
 
 async def test_alone_it_listens_nowhere_and_asks_nobody() -> None:
     alone = WorkerPeers.of(RouterSettings())
     async with alone.answering():
-        assert (alone.alone, await alone.ask("alive")) == (True, {})
+        assert (alone.alone, await alone.call("alive")) == (True, {})
     metrics = RouterMetrics()
     assert b"worker=" not in await scraped(metrics, alone)
 

@@ -39,7 +39,7 @@ def main(deed: str) -> int:
 
 def fetch(folder: Path, wanted: dict[str, str], patterns: list[str]) -> int:
     """Download the wanted files unless the marker says that they are complete; then the hub is not asked."""
-    if is_whole(folder, wanted):
+    if is_complete(folder, wanted):
         return say(f"{folder} is already complete")
     (folder / MARKER).unlink(missing_ok=True)
     from_store = wanted["repository"].startswith(objects.SCHEMES)
@@ -48,7 +48,7 @@ def fetch(folder: Path, wanted: dict[str, str], patterns: list[str]) -> int:
         return 1
     (folder / f"{MARKER}.new").write_text(json.dumps({**wanted, "commit": commit}))
     os.replace(folder / f"{MARKER}.new", folder / MARKER)
-    return say(f"{folder} is whole: {size(folder) / 1e9:.1f} GB")
+    return say(f"{folder} is complete: {size(folder) / 1e9:.1f} GB")
 
 
 def from_objects(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple[str, int]:
@@ -57,7 +57,7 @@ def from_objects(folder: Path, wanted: dict[str, str], patterns: list[str]) -> t
 
 
 def from_hub(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple[str, int]:
-    """Return the commit that came, and how many of its files were damaged: those are removed."""
+    """Return the downloaded commit, and how many of its files were damaged and removed."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.hf_api import RepoFolder
 
@@ -78,16 +78,16 @@ def from_hub(folder: Path, wanted: dict[str, str], patterns: list[str]) -> tuple
 
 
 def wait(folder: Path, wanted: dict[str, str]) -> int:
-    told = -LINE_S
-    while not is_whole(folder, wanted):
-        if time.monotonic() - told >= LINE_S:
-            told = time.monotonic()
+    printed = -LINE_S
+    while not is_complete(folder, wanted):
+        if time.monotonic() - printed >= LINE_S:
+            printed = time.monotonic()
             say(f"waiting for {wanted['repository'] or 'a model'} in {folder}: {size(folder) / 1e9:.1f} GB are there")
         time.sleep(POLL_S)
-    return say(f"{folder} is whole")
+    return say(f"{folder} is complete")
 
 
-def is_whole(folder: Path, wanted: dict[str, str]) -> bool:
+def is_complete(folder: Path, wanted: dict[str, str]) -> bool:
     if not wanted["repository"]:
         return (folder / "config.json").is_file()
     try:

@@ -2,7 +2,7 @@
 
 obstore finds credentials as the clouds' own tools do (environment variables, a workload's identity, the machine's).
 
-An interrupted file resumes while the store has the same version of it. Files are compared with SHA256SUMS, where the
+An interrupted file resumes while the store has the resumes version of it. Files are compared with SHA256SUMS, where the
 folder has that file, or else with the MD5 that stores report for files uploaded in one piece."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fetch(url: str, folder: Path, patterns: list[str], say: Callable[[str], int]
         raise SystemExit(f"{url} has a file that would lie outside {folder}: {outside[0]}")
     say(f"{len(wanted)} files of {sum(item['size'] for item in wanted.values()) / 1e9:.1f} GB from {url} into {folder}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda item: bring(obstore, store, item, folder), wanted.values()))
+        list(pool.map(lambda item: download(obstore, store, item, folder), wanted.values()))
     damaged = compare(folder, wanted, say)
     return version(wanted.values()), damaged
 
@@ -53,18 +53,18 @@ def version(items: Iterable[Object]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
-def bring(obstore: Any, store: Any, item: Object, folder: Path) -> None:
+def download(obstore: Any, store: Any, item: Object, folder: Path) -> None:
     """Download one file. `.part` and `.tag` beside it are the bytes so far and their version."""
     path = folder / item["path"]
     part, tag = path.with_name(path.name + ".part"), path.with_name(path.name + ".tag")
-    said = json.dumps([item["e_tag"], item["size"]])
-    same = tag.is_file() and tag.read_text() == said
-    if same and path.is_file() and path.stat().st_size == item["size"]:
+    version_line = json.dumps([item["e_tag"], item["size"]])
+    resumes = tag.is_file() and tag.read_text() == version_line
+    if resumes and path.is_file() and path.stat().st_size == item["size"]:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not same:
+    if not resumes:
         part.unlink(missing_ok=True)
-        tag.write_text(said)
+        tag.write_text(version_line)
     with part.open("ab") as file:
         if file.tell() < item["size"]:
             options = {"range": {"offset": file.tell()}, "if_match": item["e_tag"]}
@@ -80,12 +80,12 @@ def compare(folder: Path, wanted: dict[str, Object], say: Callable[[str], int]) 
     for name, item in wanted.items():
         path, md5 = folder / name, (item["e_tag"] or "").strip('"').lower()
         if name in sums:
-            right = digest(path, "sha256") == sums[name]
+            intact = digest(path, "sha256") == sums[name]
         elif re.fullmatch("[0-9a-f]{32}", md5) and not sums:
-            right = digest(path, "md5") == md5
+            intact = digest(path, "md5") == md5
         else:
-            right, unchecked = True, unchecked + (name != SUMS)
-        if not right or path.stat().st_size != item["size"]:
+            intact, unchecked = True, unchecked + (name != SUMS)
+        if not intact or path.stat().st_size != item["size"]:
             damaged += 1
             path.unlink()
             say(f"{path} differs from the store; removed, to be downloaded again")

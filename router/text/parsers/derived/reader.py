@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.derived.argument_readers import ArgumentReader, reader_of
 from kvferry.router.text.parsers.derived.differences import first_unit
 from kvferry.router.text.parsers.derived.matching import match
 from kvferry.router.text.parsers.derived.syntax import ToolSyntax, is_mark
-from kvferry.router.text.parsers.parsed_output import CallParser
 
 
 class SyntaxParser(CallParser):

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvferry.router.text.parsers.call_parser import held_from
 from kvferry.router.text.parsers.derived.differences import first_unit, shared_start
 from kvferry.router.text.parsers.derived.literals import Quotes
 from kvferry.router.text.parsers.derived.matching import WAIT, Match, match
 from kvferry.router.text.parsers.derived.syntax import KEY, Arguments, ToolSyntax
 from kvferry.router.text.parsers.derived.trees import tree
 from kvferry.router.text.parsers.derived.typed import kinds, properties, read, value_of
-from kvferry.router.text.parsers.parsed_output import held_from
 
 MAX_KEY = 256
 """Longest key of a parameter, in characters."""

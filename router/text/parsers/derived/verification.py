@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.derived.probes import CALLS, NAMES, PARAMETERS, ProbeAnswer
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import ToolSyntax
-from kvferry.router.text.parsers.parsed_output import CallParser
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 
 Maker = Callable[[Collection[str]], CallParser]
 """Builds a parser for calls of these tools."""

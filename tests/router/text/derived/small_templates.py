@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.router.text.parsers.derived.derive import Derived
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import ToolSyntax
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.router.text.parsers.derived.reader import SyntaxParser
 from kvferry.router.text.parsers.derived.syntax import Form
-from kvferry.router.text.parsers.stage import merged
+from kvferry.router.text.parsers.output_parser import merged
 from kvferry.router.text.template import ChatTemplate
 from tests.api_parts import demo_text
 from tests.router.text.derived.small_templates import (

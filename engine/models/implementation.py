@@ -1,4 +1,4 @@
-"""Route of a model, from config and headers: kvferry's own decoder, transformers' modules, or an encoder."""
+"""Chooses a model's implementation from config and headers: own decoder, transformers' modules, or an encoder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRANSFORMERS = "transformers modules around kvferry's attention and dense layers
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Implementation:
     """Implementation that runs a model. formats: of its weights, as stored. groups: of its layers, see `groups_of`."""
 
     family: str
@@ -36,14 +36,14 @@ class Route:
     groups: LayerGroups | None = None
 
 
-def route_of(source: ModelSource, impl: str = "auto") -> Route:
+def implementation_of(source: ModelSource, impl: str = "auto") -> Implementation:
     """Return the implementation.
 
     impl: as in `load_model`. Raises ConfigError if the model cannot run, with the reason."""
     return _gguf(read_gguf(source.path), impl) if source.kind == "gguf" else _directory(source, impl)
 
 
-def _directory(source: ModelSource, impl: str) -> Route:
+def _directory(source: ModelSource, impl: str) -> Implementation:
     whole = read_json(source.path / "config.json")
     config, family, stored = text_config(whole), str(whole.get("model_type", "")), quantisation(whole)
     formats = (
@@ -52,10 +52,10 @@ def _directory(source: ModelSource, impl: str) -> Route:
     if not stored and whole.get("quantization_config"):
         formats += f", experts in {whole['quantization_config']['quant_method']}"
     if is_encoder(whole):
-        return Route(family, ENCODER, formats)
+        return Implementation(family, ENCODER, formats)
     reason, own_only = unsupported(config), own_alone(whole)
     if impl != "transformers" and (reason is None or impl == "kvferry" or own_only):
-        return Route(family, OWN, formats, groups_of(parse_config(config)))
+        return Implementation(family, OWN, formats, groups_of(parse_config(config)))
     if own_only is not None:
         raise ConfigError(f"{own_only} runs only on kvferry's own decoder", param="model_impl")
     if stored is not None and has_experts(source):
@@ -63,7 +63,7 @@ def _directory(source: ModelSource, impl: str) -> Route:
             f"experts in codes of {stored.method} run only on kvferry's own decoder: {reason or impl}", param="model"
         )
     _require_known(str(config.get("model_type") or family))
-    return Route(family, TRANSFORMERS, formats)
+    return Implementation(family, TRANSFORMERS, formats)
 
 
 def _require_known(kind: str) -> None:
@@ -74,7 +74,7 @@ def _require_known(kind: str) -> None:
         )
 
 
-def _gguf(file: GGUFFile, impl: str) -> Route:
+def _gguf(file: GGUFFile, impl: str) -> Implementation:
     kinds = sorted({tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1})
     for kind in kinds:
         stored_bytes(kind, 256)
@@ -82,7 +82,7 @@ def _gguf(file: GGUFFile, impl: str) -> Route:
     formats = "GGUF of " + " and ".join(names.get(kind) or str(PLAIN[kind]).removeprefix("torch.") for kind in kinds)
     family = FAMILIES.get(gguf_family(file))
     if impl != "transformers" and ((family is not None and family.gguf) or impl == "kvferry"):
-        return Route(file.architecture, OWN, formats, groups_of(parse_gguf(file)))
+        return Implementation(file.architecture, OWN, formats, groups_of(parse_gguf(file)))
     if len(gguf_parts(file.path)) > 1:
         raise ConfigError("split GGUF files run only on kvferry's own decoder", param="model")
     if file.architecture not in gguf_architectures():
@@ -92,4 +92,4 @@ def _gguf(file: GGUFFile, impl: str) -> Route:
             f"GGUF files of architecture {file.architecture!r} need accelerate; run: pip install accelerate",
             param="model",
         )
-    return Route(file.architecture, TRANSFORMERS, formats)
+    return Implementation(file.architecture, TRANSFORMERS, formats)

@@ -1,14 +1,14 @@
-"""Rows: a simulated node's cache of encoded media by content, the latest used ones, bounded in tokens."""
+"""MediaCache: a simulated node's LRU cache of embeddings of images and audio, bounded in tokens."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvferry.simulate.scenario import Medium
+from kvferry.simulate.trace_request import Medium
 
 
-class Rows:
+class MediaCache:
     """LRU cache as engine/media/embedding_cache.py. most: largest number of tokens; 0: it keeps none."""
 
     def __init__(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Shared: services of a router (node table, client, budgets, logs) that the clusters of all its models share."""
+"""RouterServices: a router's node table, client, budgets and logs, which the clusters of all its models share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.router.request_log import RequestLog
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class RouterServices:
     """State that all models' clusters share; owned by `RouterCluster`, which documents the fields."""
 
     nodes: NodeTable

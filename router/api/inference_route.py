@@ -1,4 +1,4 @@
-"""Base ASGI route of endpoints that use nodes: concurrency limit, body, errors, and cancelling at a disconnect."""
+"""InferenceRoute: base ASGI route of requests that use nodes: in-flight limit, body, errors, and cancellation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Placed(Protocol):
 Described = TypeVar("Described", bound=Placed)
 
 
-class GenerationRoute(Generic[Described]):
+class InferenceRoute(Generic[Described]):
     """ASGI application of an endpoint whose work runs on nodes.
 
     It notices a disconnect of the client at any point and then cancels all dispatches. It sends headers with the first

@@ -1,4 +1,4 @@
-"""Shape: base class of the chat and completions answer formats, which format one choice in chunks and whole bodies.
+"""ChoiceFormat: base of the formats of chat and completions choices, each as stream chunks or one whole body.
 
 Chat and completions implement it; `ChunkAnswer` uses it."""
 
@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.router.api.bodies.generating import GenerationBody
+from kvferry.router.api.formats.logprobs import LogprobWriter
+from kvferry.router.api.formats.system_fingerprint import system_fingerprint
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.api.shapes.logprobs import LogprobWriter
-from kvferry.router.api.shapes.system_fingerprint import system_fingerprint
 from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
@@ -49,7 +49,7 @@ class Collected:
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
-class Shape(Generic[AnyBody]):
+class ChoiceFormat(Generic[AnyBody]):
     """Format of one answer.
 
     It does not keep the body, which takes 3 KiB of an open stream, except for an echo.

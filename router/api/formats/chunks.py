@@ -1,6 +1,6 @@
 """ChunkAnswer: answers of chat and completions, as SSE chunks that end with [DONE] or as a whole body.
 
-A Shape formats the choices in them."""
+A ChoiceFormat formats the choices in them."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvferry.router.api.answer_base import Answer
 from kvferry.router.api.bodies.generating import GenerationBody
-from kvferry.router.api.fold import Answer
+from kvferry.router.api.formats.choice_format import ChoiceFormat, Collected
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.api.sse import DONE, TextEvent, event
 from kvferry.router.request_context import RequestContext
 from kvferry.router.text.transcript import Piece
 
 
-def chunks(shape: type[Shape[Any]]) -> Callable[[RequestContext, ServedModel, Any, Generation], Answer]:
-    """Return the `shape` of an Endpoint whose choices have this format."""
+def chunks(choice_format: type[ChoiceFormat[Any]]) -> Callable[[RequestContext, ServedModel, Any, Generation], Answer]:
+    """Return the `make_answer` of an Endpoint whose choices have this format."""
 
     def answer(call: RequestContext, pool: ServedModel, body: GenerationBody, generation: Generation) -> Answer:
-        return ChunkAnswer(call, body, generation, shape(pool, body, generation))
+        return ChunkAnswer(call, body, generation, choice_format(pool, body, generation))
 
     return answer
 
 
 class ChunkAnswer(Answer):
-    """Answer in chunks or as a whole. Implements `router.api.fold.Answer`.
+    """Answer in chunks or as a whole. Implements `router.api.answer_base.Answer`.
 
     Most pieces of a stream are plain text, whose events are filled into a template made once per choice."""
 
-    def __init__(self, call: RequestContext, body: GenerationBody, generation: Generation, shape: Shape[Any]) -> None:
+    def __init__(
+        self, call: RequestContext, body: GenerationBody, generation: Generation, choices: ChoiceFormat[Any]
+    ) -> None:
         super().__init__(generation, streams=bool(body.stream))
         options = body.stream_options
         self._shown = body.n or 1
-        self._shape = shape
+        self._format = choices
         self._base = {
-            "id": f"{shape.id_prefix}-{call.id}",
+            "id": f"{choices.id_prefix}-{call.id}",
             "created": call.identity.created,
-            "model": shape.model,
-            "system_fingerprint": shape.fingerprint,
+            "model": choices.model,
+            "system_fingerprint": choices.fingerprint,
         }
         if body.service_tier is not None:
             self._base["service_tier"] = body.tier_used(is_background=call.is_background)
@@ -80,24 +82,24 @@ class ChunkAnswer(Answer):
         pairs = best(zip(self.generation.choices, self._collected, strict=True), self._shown)
         return {
             **self._base,
-            "object": self._shape.whole,
-            "choices": [self._shape.whole_choice(choice, found) for choice, found in pairs],
+            "object": self._format.whole,
+            "choices": [self._format.whole_choice(choice, found) for choice, found in pairs],
             "usage": self.generation.usage(),
-            **self._shape.whole_fields(),
+            **self._format.whole_fields(),
         }
 
     def _first(self, choice: Choice, piece: Piece) -> bytes:
         """Return the events of a choice's first piece, after the choice's opening."""
         self._note_prompt(choice, piece)
         self._plain[choice.index] = None
-        opening = self._shape.opening(choice)
+        opening = self._format.opening(choice)
         head = b"" if opening is None else event(self._with_usage({**self._chunk(), **opening}))
-        if self._shape.begins_with_prompt() or self._has_content(piece):
+        if self._format.begins_with_prompt() or self._has_content(piece):
             return head + self._event(choice, piece, first=True)
         return head
 
     def _template(self, choice: Choice) -> TextEvent:
-        slot = self._shape.text_choice(choice.index, TextEvent.SLOT)
+        slot = self._format.text_choice(choice.index, TextEvent.SLOT)
         made = self._plain[choice.index] = TextEvent(self._with_usage({**self._chunk(), "choices": [slot]}))
         return made
 
@@ -106,12 +108,12 @@ class ChunkAnswer(Answer):
         return bool(shown or (self._ids and piece.token_ids))
 
     def _event(self, choice: Choice, piece: Piece, *, first: bool = False) -> bytes:
-        shown = self._shape.piece_choice(choice, piece, first=first)
+        shown = self._format.piece_choice(choice, piece, first=first)
         return event(self._with_usage({**self._chunk(), "choices": [shown]}))
 
     def _chunk(self) -> dict[str, Any]:
         """Return the fields that all chunks share."""
-        return {**self._base, "object": self._shape.chunk}
+        return {**self._base, "object": self._format.chunk}
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """Add the field `usage` if the client requested it."""
@@ -122,7 +124,7 @@ class ChunkAnswer(Answer):
     def _note_prompt(self, choice: Choice, piece: Piece) -> None:
         """Store the prompt's log-probabilities, which arrive with its first choice, for all its choices."""
         if piece.prompt_logprobs is not None:
-            self._shape.prompt_logprobs[choice.prompt] = piece.prompt_logprobs
+            self._format.prompt_logprobs[choice.prompt] = piece.prompt_logprobs
 
 
 def best(pairs: Iterable[tuple[Choice, Collected]], shown: int) -> list[tuple[Choice, Collected]]:

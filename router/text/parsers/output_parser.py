@@ -1,4 +1,4 @@
-"""Stage: parses a sequence's text into answer text, reasoning and tool calls as tokens arrive; Parsing, its options."""
+"""OutputParser: parses output text into answer, reasoning and tool calls as tokens arrive; Parsing, its options."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.parsers import harmony
-from kvferry.router.text.parsers.parsed_output import CallParser, derived_id
-from kvferry.router.text.parsers.reader import Reader, Turn
+from kvferry.router.text.parsers.call_parser import CallParser, derived_id
 from kvferry.router.text.parsers.reasoning import ReasoningParser, Thinking
+from kvferry.router.text.parsers.turn_parser import Reader, TurnParser
 from kvferry.router.text.transcript import CallDelta, Parsed, Piece, Transcript
 
 TAIL_TOKENS = 16
@@ -58,12 +58,12 @@ class Parsing:
         if self.thinking is not None:
             thought = ReasoningParser(self.thinking, opened=self.opened(tokenizer, prompt))
         if calls is None or calls.parser is None:
-            return Turn(thought, None)
+            return TurnParser(thought, None)
         marks = () if self.thinking is None else self.thinking.begins
         parser = calls.parser(calls.names, patient=calls.patient, thoughts=marks)
         if calls.marker_id is None:
             parser.expect_grammar(calls.marker)
-        return Turn(thought, parser)
+        return TurnParser(thought, parser)
 
     def opened(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> bool:
         """Return whether the output of this prompt begins within reasoning."""
@@ -73,10 +73,10 @@ class Parsing:
 
 
 PLAIN = Parsing()
-"""No parsing: the text is shown unchanged, and no stage is needed."""
+"""No parsing: the text is shown unchanged, and no parser is needed."""
 
 
-class Stage:
+class OutputParser:
     """Transcript with parsers: takes Outputs and returns parsed Pieces.
 
     Every token up to the end mark counts as reasoning. name: the sequence's, from which its calls' ids are derived."""

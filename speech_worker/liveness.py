@@ -1,4 +1,4 @@
-"""Watch over a speech node's engine thread and asyncio loop, for the watchdog and heartbeats."""
+"""SpeechLiveness: progress of a speech node's engine thread and asyncio loop, for the watchdog and heartbeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENGINE_S = 60.0
 """Seconds without progress after which the engine counts as hanging; an encoder layer takes seconds on a CPU."""
 
 
-class SpeechVitals:
+class SpeechLiveness:
     """Progress of the engine thread and the asyncio loop. Implements `worker.watchdog.Liveness`."""
 
     def __init__(self, engine: SpeechLoop, loop: LoopClock) -> None:

@@ -1,4 +1,4 @@
-"""Answer: base of answers that turn a generation's pieces into events or one body; Endpoint: what a route serves."""
+"""Answer, base class that turns a generation's output into events or one body; Endpoint, the table row of a route."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Endpoint:
     summary, answer, error  documentation: summary, and models of an answer and an error
     body                    request as received
     translate               translates the body into a chat, if it is not one itself; raises KvferryError
-    shape                   builds the answer after the first piece
+    make_answer             builds the answer after the first piece
     later                   runs the request in the background and returns an answer, or None; raises KvferryError
     prefix                  prefix of the answer's id
     singly                  each token of a recorded stream makes its own events, since events are counted to resume
@@ -157,7 +157,7 @@ class Endpoint:
     path: str
     summary: str
     body: type[RequestBody]
-    shape: Callable[[RequestContext, ServedModel, Any, Generation], Answer]
+    make_answer: Callable[[RequestContext, ServedModel, Any, Generation], Answer]
     answer: type[BaseModel]
     error: type[BaseModel] = ErrorAnswer
     translate: Callable[[RequestContext, Any, ServedModels], Awaitable[TranslatedChat]] | None = None

@@ -1,12 +1,12 @@
-"""Turn: splits an output into reasoning, text and tool calls with two parsers; Reader, the protocol for that."""
+"""TurnParser: splits an output into reasoning, text and tool calls with two parsers; Reader, their interface."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Protocol
 
+from kvferry.router.text.parsers.call_parser import CallParser
 from kvferry.router.text.parsers.held_thought import HeldThought
-from kvferry.router.text.parsers.parsed_output import CallParser
 from kvferry.router.text.parsers.reasoning import ReasoningParser
 from kvferry.router.text.transcript import Parsed
 
@@ -40,11 +40,11 @@ class Reader(Protocol):
         """End the text and return the remaining parts. See CallParser.finish."""
 
 
-class Turn:
+class TurnParser:
     """Reader of reasoning, then text with calls, with more reasoning before and behind calls.
 
     Either parser may be missing. Reasoning behind text is reasoning only if a call follows it (HeldThought).
-    Implements `router.text.parsers.reader.Reader`."""
+    Implements `router.text.parsers.turn_parser.Reader`."""
 
     def __init__(self, thought: ReasoningParser | None, calls: CallParser | None) -> None:
         self._thought, self._calls = thought, calls

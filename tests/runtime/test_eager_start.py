@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from kvferry.router.dispatch.background_calls import BackgroundCalls
-from kvferry.runtime.first_step import begun
+from kvferry.runtime.eager_start import start_eagerly
 
 
 async def test_the_first_step_runs_at_once_and_the_rest_in_a_task() -> None:
@@ -20,7 +20,7 @@ async def test_the_first_step_runs_at_once_and_the_rest_in_a_task() -> None:
         await asyncio.sleep(0)
         told.append("last")
 
-    rest = begun(call())
+    rest = start_eagerly(call())
     assert rest is not None
     assert inspect.iscoroutine(rest)  # tasks of Python 3.12 and later take nothing else
     assert told == ["first"]
@@ -37,9 +37,9 @@ async def test_what_ends_or_fails_in_its_first_step_needs_no_task() -> None:
     async def fails() -> None:
         raise ValueError("x")
 
-    assert begun(ends()) is None
+    assert start_eagerly(ends()) is None
     with pytest.raises(ValueError, match="x"):
-        assert begun(fails()) is None
+        assert start_eagerly(fails()) is None
 
 
 async def wait_until_cancelled(ended: list[bool]) -> None:

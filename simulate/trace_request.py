@@ -1,4 +1,4 @@
-"""Scenario, one request of a simulated trace, and RunOf, its state while it runs."""
+"""TraceRequest, one request of a simulated trace, and RequestRun, its state while it is simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Medium(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class TraceRequest:
     """One request of a trace.
 
     number      its position in the trace
@@ -52,7 +52,7 @@ class Scenario:
 
 
 @dataclass(slots=True, eq=False)
-class RunOf(Generic[N]):
+class RequestRun(Generic[N]):
     """Request in the simulation, from its arrival on.
 
     delivered: output tokens delivered. attempt: number of attempts that ended early, because a node was lost or a
@@ -61,7 +61,7 @@ class RunOf(Generic[N]):
     that the decode node held when it granted. encode_tokens: of media that the prompt's node encodes itself. failed: it
     fits on no node, or was rejected."""
 
-    ask: Scenario
+    ask: TraceRequest
     arrived: float
     prefill: N | None = None
     decode: N | None = None
@@ -98,5 +98,5 @@ class RunOf(Generic[N]):
         return (self.last_s - self.first_s) / gaps if gaps > 0 else 0.0
 
 
-Run = RunOf[Any]
+Run = RequestRun[Any]
 """Run as parts of a node use it; they do not access its nodes."""

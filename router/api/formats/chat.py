@@ -1,19 +1,19 @@
-"""ChatShape: format of /v1/chat/completions choices, as messages or deltas."""
+"""ChatFormat: format of /v1/chat/completions choices, as messages or deltas."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvferry.router.api.bodies.generating import ChatBody
+from kvferry.router.api.formats.choice_format import ChoiceFormat, Collected
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.text.transcript import CallDelta, Entry, Piece
 
 
-class ChatShape(Shape[ChatBody]):
-    """Format of chat completion choices. Implements `router.api.shapes.shape.Shape`."""
+class ChatFormat(ChoiceFormat[ChatBody]):
+    """Format of chat completion choices. Implements `router.api.formats.choice_format.ChoiceFormat`."""
 
     id_prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""Start of a coroutine whose first step runs at once; it needs an asyncio task only if it does not end with it."""
+"""Eager start of coroutines: `start_eagerly` runs the first step at once, and leaves the rest, if any, for a task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EndedCall:
 ENDED: Any = EndedCall()
 
 
-def begun(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
+def start_eagerly(call: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
     """Run the first step of a call; return a coroutine that continues it, for a task, or None if it has ended.
 
     The first step must not use the current task, as `asyncio.timeout` does. Raises what it raises."""

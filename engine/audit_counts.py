@@ -1,4 +1,4 @@
-"""Recounts of block holds and of blocks' findable children, made piecewise while the pool is in use, for its audit."""
+"""Counts of the block pool's audit: holds and cached children per block, counted piecewise while the pool is in use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def strides(count: int) -> Iterable[range]:
     return (range(start, min(start + STRIDE, count)) for start in range(0, count, STRIDE))
 
 
-class Holds:
+class HoldCounts:
     """Recount of the holds per block.
 
     Pages in `unread` are not counted yet. Counted pages, and pages added since, follow changes."""
@@ -39,7 +39,7 @@ class Holds:
                 self.counts[block_id] += by
 
 
-class Children:
+class ChildCounts:
     """Recount of each block's findable children with an id below `upto`."""
 
     def __init__(self, counts: array[int]) -> None:

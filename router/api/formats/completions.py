@@ -1,20 +1,20 @@
-"""CompletionShape: format of /v1/completions choices, with legacy log-probabilities and echoed prompts."""
+"""CompletionFormat: format of /v1/completions choices, with legacy log-probabilities and echoed prompts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvferry.router.api.bodies.completions import CompletionBody
+from kvferry.router.api.formats.choice_format import ChoiceFormat, Collected
 from kvferry.router.api.generation import Generation
 from kvferry.router.api.sequence_stream import Choice
 from kvferry.router.api.served_models import ServedModel
-from kvferry.router.api.shapes.shape import Collected, Shape
 from kvferry.router.text.detokenizer import detokenizer
 from kvferry.router.text.transcript import Entry, Piece
 
 
-class CompletionShape(Shape[CompletionBody]):
-    """Format of text completion choices. Implements `router.api.shapes.shape.Shape`."""
+class CompletionFormat(ChoiceFormat[CompletionBody]):
+    """Format of text completion choices. Implements `router.api.formats.choice_format.ChoiceFormat`."""
 
     id_prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 

@@ -1,4 +1,4 @@
-"""Builds an adapter's attempts for its role: prefills, prefills in rooms, or decodes with handovers."""
+"""Factory of the object that runs an adapter's attempts, by its role: prefill, prefill in rooms, or decode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvferry.runtime.tls import worker_tls
 
 
 @dataclass(frozen=True)
-class NodeParts:
+class AttemptsFactory:
     """Makes the parts of a node for its state. token: returns the cluster's secret."""
 
     state: NodeState
