@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from kvferry.simulate.scenario import Scenario
-
 from benchmarks.eviction import ORACLE, SLRU, Replay
 from benchmarks.sessions import (
     AGENTS,
@@ -33,6 +31,7 @@ from benchmarks.sessions import (
 )
 from kvferry.engine.cache_use import CacheUse
 from kvferry.protocol.hashing import chain
+from kvferry.simulate.trace_request import TraceRequest
 
 SERVED_S = 0.3
 """Seconds from a request to its last token, while its blocks are held."""
@@ -41,7 +40,7 @@ Sent = tuple[float, list[int], list[int], str]
 
 
 @dataclass(frozen=True, slots=True)
-class AgentRequest(Scenario):
+class AgentRequest(TraceRequest):
     """Request of an agent, or one that comes once. named: its client names the session."""
 
     named: bool = False

@@ -83,7 +83,7 @@ def header(config: Any) -> dict[str, Any]:
     return fields
 
 
-def write(path: Path, directory: Path, name: str, kind: Kind = Kind.F32, **changed: Any) -> Path:
+def write(path: Path, directory: Path, name: str, kind: gguf.GGMLQuantizationType = Kind.F32, **changed: Any) -> Path:
     """Write the file of a tiny model. changed: fields of the header, None for one that it lacks, or factors."""
     architecture, made = CONFIGS[name]
     config = made()

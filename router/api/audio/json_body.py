@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from io import BytesIO
 from typing import Annotated, Any, Literal
 
-from kvferry.protocol.base64_text import decoded_slices
 from pydantic import BaseModel, Field, model_validator
 
 from kvferry.router.api.audio.body import SpeechBody
 from kvferry.router.api.audio.form import Form
 from kvferry.router.api.bodies.reader import parsed
+from kvferry.router.long_work import LongWork
+from kvferry.router.media.base64_text import decoded_slices
 from kvferry.router.media.refusal import refused
 
 AUDIO = "input_audio"
@@ -48,12 +48,12 @@ async def read_json(data: bytes) -> tuple[Form, SpeechJson]:
     """Return the file of a JSON body as a form's, and the fields; raise InvalidRequest naming the field."""
     body = await parsed(SpeechJson, data)
     del data  # the body holds the base64
-    audio = BytesIO()
+    audio, work = BytesIO(), LongWork()
     try:
         for piece in decoded_slices(body.input_audio.data):
             audio.write(piece)
-            await asyncio.sleep(0)
+            await work.pause()
     except ValueError:
-        raise refused(_DATA, "holds no valid base64: it is cut off, or has other characters") from None
+        raise refused(_DATA, "is not valid base64: it is cut off, or has other characters") from None
     body.input_audio.data = ""
     return Form(filename=f"audio.{body.input_audio.format or 'bin'}", file=audio.getvalue(), field=_DATA), body
