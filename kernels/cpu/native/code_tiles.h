@@ -55,30 +55,63 @@ KVF_INLINE void tile_sums(const int8_t* x, int64_t step, const uint8_t* codes, i
   }
 }
 
+constexpr int kTiledGroups = 4;  // groups that are multiplied, then scaled at once, with their scales in registers
+constexpr int64_t kTileSums = kTwoTiles * kPanel;
+
+// out [rows][kPanel] += the sums [Groups][kTileSums] of groups from `index` on, of rows of x from `row` on.
+template <class C, int Groups>
+KVF_INLINE void scale_groups(const Quantised& x, int64_t row, int64_t rows, int64_t index, const uint8_t* group,
+                             const int32_t* sums, float* out) {
+  GroupScale<C> scales[Groups][2];
+#pragma GCC unroll 4
+  for (int g = 0; g < Groups; ++g)
+    for (int half = 0; half < 2; ++half) scales[g][half] = GroupScale<C>(group + g * C::bytes, half * kLanes);
+  for (int64_t r = 0; r < rows; ++r, sums += kPanel, out += kPanel) {
+    Floats total[2] = {load(out), load(out + kLanes)};
+#pragma GCC unroll 4
+    for (int g = 0; g < Groups; ++g)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half)
+        total[half] =
+            scales[g][half].added(x, row + r, index + g, load_as<Ints>(sums + g * kTileSums + half * kLanes), total[half]);
+    store(out, total[0]);
+    store(out + kLanes, total[1]);
+  }
+}
+
+// The same with the products of `Groups` groups.
+template <class C, int Groups>
+KVF_INLINE void add_groups(const Quantised& x, int64_t row, int64_t rows, int64_t index, const uint8_t* group, float* out) {
+  alignas(64) uint8_t codes[Groups][C::steps * kTileStride];
+  alignas(64) int32_t sums[Groups * kTileSums];
+  for (int g = 0; g < Groups; ++g) {
+#pragma GCC unroll 20
+    for (int ahead = 0; ahead < C::bytes; ahead += 64) __builtin_prefetch(group + g * C::bytes + 4096 + ahead);
+    signed_codes<C>(group + g * C::bytes, codes[g]);
+  }
+  Tiles::settle(codes);
+  for (int g = 0; g < Groups; ++g) {
+    const int8_t* from = x.codes + row * x.in + (index + g) * C::group;
+    rows > kTileRows ? tile_sums<true>(from, x.in, codes[g], sums + g * kTileSums)
+                     : tile_sums<false>(from, x.in, codes[g], sums + g * kTileSums);
+  }
+  Tiles::settle(sums);
+  scale_groups<C, Groups>(x, row, rows, index, group, sums, out);
+}
+
 // out [rows][kPanel] = the panel's outputs of rows [row, row + rows) of x, 1 to kTwoTiles.
 template <class C>
 inline __attribute__((noinline)) void code_tiles(const Quantised& x, int64_t row, int64_t rows, const uint8_t* panel,
                                                  float* out) {
-  alignas(64) uint8_t codes[C::steps * kTileStride];
-  alignas(64) int32_t sums[kTwoTiles * kPanel];
   Tiles tiles;
   tiles.shape(rows, C::steps);
   std::memset(out, 0, rows * kPanel * sizeof(float));
+  const int64_t groups = x.in / C::group, whole = groups / kTiledGroups * kTiledGroups;
   const uint8_t* group = panel + C::head;
-  for (int64_t index = 0; index < x.in / C::group; ++index, group += C::bytes) {
-#pragma GCC unroll 20
-    for (int ahead = 0; ahead < C::bytes; ahead += 64) __builtin_prefetch(group + 4096 + ahead);
-    signed_codes<C>(group, codes);
-    Tiles::settle(codes);
-    const int8_t* from = x.codes + row * x.in + index * C::group;
-    rows > kTileRows ? tile_sums<true>(from, x.in, codes, sums) : tile_sums<false>(from, x.in, codes, sums);
-    Tiles::settle(sums);
-    for (int at = 0; at < kPanel; at += kLanes) {
-      const GroupScale<C> scale(group, at);
-      for (int64_t r = 0; r < rows; ++r)
-        scale.add(x, row + r, index, load_as<Ints>(sums + r * kPanel + at), out + r * kPanel + at);
-    }
-  }
+  int64_t index = 0;
+  for (; index < whole; index += kTiledGroups, group += kTiledGroups * C::bytes)
+    add_groups<C, kTiledGroups>(x, row, rows, index, group, out);
+  for (; index < groups; ++index, group += C::bytes) add_groups<C, 1>(x, row, rows, index, group, out);
   scale_outputs<C>(panel, rows, out);
 }
 

@@ -177,17 +177,22 @@ template <class C>
 struct GroupScale {
   Floats scale, minimum;
 
+  GroupScale() = default;
   KVF_INLINE GroupScale(const uint8_t* group, int at) : scale(splat(1.0f)), minimum{} {
     if constexpr (!C::per_channel) scale = load_half(group + C::scales + 2 * at);
     if constexpr (C::minimum) minimum = load_half(group + C::minima + 2 * at);
   }
 
-  // out [kLanes] += the sums of a row of x, of the group at `index`.
-  KVF_INLINE void add(const Quantised& x, int64_t row, int64_t index, Ints sums, float* out) const {
+  // total + the sums of a row of x, of the group at `index`.
+  KVF_INLINE Floats added(const Quantised& x, int64_t row, int64_t index, Ints sums, Floats total) const {
     const int64_t run = row * x.runs + index / (kRun / C::group);
-    Floats total = load(out) + to_floats(sums) * (scale * x.scales[run]);
+    total = total + to_floats(sums) * (scale * x.scales[run]);
     if constexpr (C::minimum) total = total + minimum * weighed_sum<C>(x, row, index);
-    store(out, total);
+    return total;
+  }
+
+  KVF_INLINE void add(const Quantised& x, int64_t row, int64_t index, Ints sums, float* out) const {
+    store(out, added(x, row, index, sums, load(out)));
   }
 };
 
