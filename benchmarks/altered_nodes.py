@@ -1,4 +1,4 @@
-"""Ablations: runs `kvferry` with one mechanism of the engine replaced, to measure its benefit with real processes.
+"""Ablations: runs `kvferry` with its cache eviction or prefix waiting replaced, to measure the benefit.
 
     python -m benchmarks.altered_nodes slru serve --prefill 0 --decode 1 --kv-cache-gib 0.1
     python -m benchmarks.sessions agents

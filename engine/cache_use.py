@@ -1,4 +1,4 @@
-"""CacheUse: a request's session and prefix use, for the eviction order of its blocks; IdleStats: figures of these."""
+"""CacheUse: a request's session and prefixes, for eviction; IdleStats: counts of evictions and returns."""
 
 from __future__ import annotations
 

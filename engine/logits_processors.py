@@ -1,4 +1,4 @@
-"""Logits processors that ban tokens of one request: allowed_token_ids and bad_words.
+"""Logits processors for allowed_token_ids and bad_words; tests of whether parameters change logits.
 
 Penalties and logit_bias follow (kernels/logit_adjustments.py), then grammar masks (`Ops.draw`).
 

@@ -1,4 +1,4 @@
-"""N-gram speculation: drafts the tokens that followed the last tokens earlier in the prompt or output.
+"""Drafts of one request, by n-gram lookup or from a draft model, and the share of them that proves right.
 
 Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the longest match and, of
 equally long ones, the latest."""

@@ -1,4 +1,4 @@
-"""A prompt whose blocks this node's engine fetches from another engine, and the checks of what arrived.
+"""Transfer: a prompt fetched from another engine, checked by its first token, which both engines draw.
 
 An engine reads blocks by their numbers and checks nothing: a reference that is too old gives wrong tokens. So the first
 token is drawn twice, by both engines, and it must come before the reference's lease ends."""

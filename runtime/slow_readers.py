@@ -1,4 +1,4 @@
-"""Cut-off of clients that read a response too slowly: limits of unsent bytes, and a minimum read rate."""
+"""UnreadOutput: aborts a connection whose client reads a response too slowly, by a minimum rate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel that applies rotary embedding to q and k, and writes K and V into the pool, in 8 bits if it is so."""
+"""Triton kernel that applies rotary embedding to q and k, and writes K and V into the pool, in 8 bits if the pool is."""
 
 import torch
 import triton

@@ -1,4 +1,6 @@
-"""HeldFolder: a batch's folder on disk, held by one process, which appends answers of rows. All functions block."""
+"""HeldFolder: a batch's folder as its current holder sees it; appends answers behind those of earlier holders.
+
+All functions block."""
 
 from __future__ import annotations
 

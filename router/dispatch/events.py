@@ -1,4 +1,4 @@
-"""Events that an attempt posts to its dispatch: tokens, failure, draining node, suspected node."""
+"""Events that end or interrupt an attempt (NodeDrains, NodeSuspected), and the union of all that a node sends."""
 
 from __future__ import annotations
 

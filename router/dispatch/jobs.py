@@ -1,4 +1,4 @@
-"""Translates a request into the Job message for nodes, with block hashes, and token deltas into outputs."""
+"""Builds a node's Job message and (for placement) block hashes of a request; turns token deltas into outputs."""
 
 from __future__ import annotations
 
