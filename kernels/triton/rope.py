@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernel that applies rotary embedding to q and k, and writes K and V into the pool, in 8 bits if the pool is."""
+"""Triton kernel that applies rotary embedding to q and k, and writes K and V into the pool, in its 8 or 16 bits."""
 
 import torch
 import triton

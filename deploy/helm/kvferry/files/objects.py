@@ -2,7 +2,7 @@
 
 obstore finds credentials as the clouds' own tools do (environment variables, a workload's identity, the machine's).
 
-An interrupted file resumes while the store still has the same version of it. Files are compared with SHA256SUMS, where the
+An interrupted file resumes while the store still has the same version. Files are compared with SHA256SUMS, where the
 folder has that file, or else with the MD5 that stores report for files uploaded in one piece."""
 
 from __future__ import annotations
