@@ -56,13 +56,16 @@ class VllmMedia:
 async def with_files(chat: bytes, files: Sequence[bytes]) -> bytes:
     """Return the JSON of a chat with its files' data behind its data URLs; other work runs in between.
 
-    The data need no escapes and are inserted after JSON encoding, which would read each character."""
+    The data need no escapes and are inserted after JSON encoding, which would read each character.
+    Raises InvalidRequest unless there is one file for each URL."""
     given, gap = json.loads(chat), secrets.token_hex(16)
     for message in given["messages"]:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             if part["type"] != "text":
                 part[part["type"]]["url"] += gap
     pieces = json.dumps(given, separators=(",", ":")).encode().split(gap.encode())
+    if len(pieces) - 1 != len(files):
+        raise InvalidRequest(f"the chat names {len(pieces) - 1} media, and {len(files)} files came with it")
     found = [pieces[0]]
     for file, behind in zip(files, pieces[1:], strict=True):
         found += (base64.b64encode(file), behind)

@@ -87,6 +87,7 @@ class NodeEntry:
     suspected  true while the node may hang: its stream is silent, or a step takes long
     link_suspected  true while its link may hang; streams that decode need no link
     reachable  true if its stream shows that the node processes requests
+    leased_at  monotonic seconds of the newest lease, from the registry or a relay
     corrupt    called for each corrupt transfer to this node, with sender and receiver
     """
 
@@ -99,6 +100,7 @@ class NodeEntry:
         self.key = node_key(lease)
         self.lease = lease
         self.open = self.linked = self.stalled = self.suspected = self.link_suspected = self.reachable = False
+        self.leased_at = 0.0
         self.reservations: dict[Reservation, None] = {}
         self.listeners: dict[str, Listener] = {}
         self._totals, self._summary, self._corrupt = Reservations(), summary, corrupt

@@ -64,7 +64,12 @@ class LastNodes:
         """Save the nodes in the background if they changed or were saved SAVE_S ago; never replace them by none."""
         nodes = frozenset((lease.node_id, lease.epoch, lease.role) for lease in leases)
         is_due = nodes != self._saved or self._clock() >= self._save_at
-        if not self._writes or not leases or not is_due or self._is_saving:
+        if not self._writes or not leases or not is_due:
+            return
+        if self._is_saving:
+            if self._clock() >= self._save_at and not self._is_failing:
+                log.warning("the last known nodes are not saved: the disk does not answer")
+                self._is_failing = True
             return
         self._saved, self._save_at = nodes, self._clock() + SAVE_S
         self._saving = threading.Thread(target=self._write, args=(pack(list(leases)),), name="last-nodes", daemon=True)

@@ -73,8 +73,7 @@ class NodeTable:
         self._poll_s, self._grace_s = poll_s, grace_s
         self._listeners: list[Callable[[], None]] = []
         self._task: asyncio.Task[None] | None = None
-        self._trust_absence_at = self._first_seen_at = self._relayed_at = 0.0
-        self._empty, self._logged_invalid = True, False
+        self._trust_absence_at, self._first_seen_at, self._empty, self._logged_invalid = 0.0, 0.0, True, False
 
     async def start(self) -> None:
         """Read the registry once, or the last known nodes if it does not answer, and start polling it."""
@@ -124,8 +123,9 @@ class NodeTable:
 
         They add, renew and replace nodes. Known nodes that they lack stay, because a relay may miss some."""
         known = dict(self.entries.keys())
-        self._relayed_at = self.clock()
         self._update([lease for lease in leases if lease.epoch >= known.get(lease.node_id, 0)], is_complete=False)
+        if self._last is not None:
+            self._last.save([entry.lease for entry in self.entries.values()])
 
     async def _poll(self) -> None:
         while True:
@@ -148,9 +148,8 @@ class NodeTable:
     def _unanswered(self, error: Exception) -> None:
         self.registry_health.failed(error, len(self.entries))
         self._trust_absence_at = self.clock() + self._grace_s
-        if min(self.registry_health.silent_s, self.clock() - self._relayed_at) > self._grace_s:
-            for entry in self.entries.values():
-                entry.forget_load()
+        for entry in [each for each in self.entries.values() if self.clock() - each.leased_at > self._grace_s]:
+            entry.forget_load()
 
     def _update(self, reported: list[NodeLease], *, is_complete: bool = True) -> None:
         """Update the nodes by these leases; is_complete: a node without a lease may have left."""
@@ -171,6 +170,8 @@ class NodeTable:
             elif model := self._model(lease):
                 entry = NodeEntry(lease, model.capacity, self.breakers.corrupt)
                 self.entries[entry.key], self._models[entry.key] = entry, model
+            if entry:
+                entry.leased_at = self.clock()
         unserved = (lease for lease in newest.values() if node_key(lease) not in self.entries)
         self._unserved.see(unserved, [model.name for model in self.models])
         if self.incompatible_nodes.see(self._source.incompatible):

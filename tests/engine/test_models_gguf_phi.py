@@ -11,12 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from kvferry.engine.models.route import OWN, route_of
 from safetensors.torch import load_file
 
 from kvferry.engine.models import load_model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.models.gguf_decoder import PHI_MOE_ATTENTION
+from kvferry.engine.models.implementation import OWN, implementation_of
 from kvferry.kernels.cpu import CpuOps, instruction_set
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
@@ -117,7 +117,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """At lengths up to the original one with the short factors, and beyond it with the long ones."""
     save_tiny(CONFIGS[name][1](), tmp_path / "hf")
     path = write(tmp_path / "a.gguf", tmp_path / "hf", name)
-    assert route_of(resolve(str(path))).path == OWN
+    assert implementation_of(resolve(str(path))).path == OWN
     for length in (ORIGINAL, 60):
         model = load(path, max_model_len=0 if length > ORIGINAL else ORIGINAL)
         tokens = tokens_for(length)

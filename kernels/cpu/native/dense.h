@@ -20,6 +20,12 @@ struct Inputs {
   const bf16* tiled;
 };
 
+#if defined(__AMX_BF16__)
+constexpr bool kTakesTiles = true;
+#else
+constexpr bool kTakesTiles = false;
+#endif
+
 // Whether the rows are multiplied by tiles that read them in an order of their own.
 KVF_INLINE bool takes_tiles(const Dense& dense, int64_t rows) {
 #if defined(__AMX_BF16__)

@@ -211,6 +211,7 @@ struct Kernels {
   Team::Function dense_of_heads, decode_wide, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
   Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
+  bool tiles;          // dense layers of many rows take inputs_bytes()
   int64_t round_work;  // floating point operations of one round of multiply on one thread
   const RecurrentKernels* recurrent;
 };

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 MAX_CHARS = 16_384
 """Longest held text whose reasoning has not ended, in characters; longer text is shown as it comes."""
+MAX_GAP = 256
+"""Longest text between the end of reasoning and a call that has not begun, in characters."""
 
 
 class HeldThought:
@@ -38,7 +40,8 @@ class HeldThought:
         """Return whether the text is reasoning; None: more text will tell. ended: there is no more."""
         if self._end:
             follows = begins_call(self.text[self._end :])
-            return bool(follows) if ended else follows
+            too_far = follows is None and len(self.text) - self._end > MAX_GAP
+            return bool(follows) if ended or too_far else follows
         return False if ended or len(self.text) > MAX_CHARS else None
 
     def as_text(self, begins: tuple[str, ...]) -> tuple[str, str]:

@@ -171,3 +171,21 @@ async def test_a_router_without_a_file_waits_for_the_registry(tmp_path: Path) ->
         source.leases = [D1]
         await until(lambda: not cluster.trouble())
         await until((tmp_path / NAME).exists)
+
+
+async def test_a_disk_that_hangs_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(node_source, "write_whole", lambda *_: goes_on.wait(30))
+    clock = Clock()
+    nodes = LastNodes(tmp_path, clock=clock)
+    nodes.save([D1])
+    for _ in range(3):
+        clock.now += SAVE_S
+        nodes.save([D1])
+    goes_on.set()
+    await nodes.close()
+    assert [record.message for record in caplog.records] == [
+        "the last known nodes are not saved: the disk does not answer"
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvferry.cluster_state.lease_seal import LeaseSeal
@@ -14,6 +15,7 @@ from kvferry.protocol.errors import NodeDown
 from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.relayed_leases import RelayedLeases
 from kvferry.protocol.wire import pack
+from kvferry.router.nodes.node_source import LastNodes
 from kvferry.router.nodes.relayed_registry import ASKED, PROBED, SILENT_S, RelayedRegistry, SealedLeases
 from tests.fake_workers import lease_of
 from tests.router.nodes.test_node_table import D1, D2, P1, Table
@@ -112,6 +114,26 @@ async def test_what_nodes_relay_is_current_and_not_forgotten() -> None:
     table.clock.now += 10
     await table.poll()
     assert table[D1].lease.load.running_requests == 0, "no relay either"
+
+
+async def test_a_node_that_no_relay_names_loses_its_load_while_others_keep_theirs() -> None:
+    loads = {"running_requests": 3, "free_blocks": 5, "total_blocks": 100}
+    table = await cut(P1, replace(D1, load=Load(**loads)), D2)
+    source = relayed(table, Relays(p1=[replace(D2, load=Load(**loads))]))
+    for _ in range(20):
+        await table.poll()
+        await source._ask()
+    await table.poll()
+    assert [table[node].lease.load.running_requests for node in (D1, D2)] == [0, 3]
+
+
+async def test_what_relays_tell_is_saved_for_the_next_start(tmp_path: Path) -> None:
+    table = await cut(P1, D1)
+    table._last = LastNodes(tmp_path)
+    table[D1].broken(NodeDown("killed"))
+    await relayed(table, Relays(p1=[replace(D1, epoch=2)]))._ask()
+    await table._last.close()
+    assert {(lease.node_id, lease.epoch) for lease in await LastNodes(tmp_path).load()} == {("p1", 1), ("d1", 2)}
 
 
 async def test_a_draining_node_is_told() -> None:

@@ -7,12 +7,12 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvferry.router.text.parsers.stage import CallParsing, Parsing, Stage
 
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.text.parsers.families import CALLS as FAMILIES
-from kvferry.router.text.parsers.held_thought import MAX_CHARS
+from kvferry.router.text.parsers.held_thought import MAX_CHARS, MAX_GAP
+from kvferry.router.text.parsers.output_parser import CallParsing, OutputParser, Parsing
 from kvferry.router.text.transcript import TextOptions, Transcript
 from tests.api_parts import demo_text, ids_of
 from tests.router.text.derived.small_templates import CALLS as FORMS
@@ -96,11 +96,19 @@ def test_long_text_behind_a_mark_is_shown_as_it_comes() -> None:
     assert "".join(each.text for each in turn.feed("y")) == "y"
 
 
-def stage_of() -> Stage:
+def test_blanks_behind_reasoning_are_held_for_a_call_but_not_for_ever() -> None:
+    turn = turn_of("hermes")
+    turn.feed("Well: <think>a</think>")
+    assert "".join(each.text for each in turn.feed("\n" * MAX_GAP)) == ""
+    shown = "".join(each.text for each in turn.feed("\n"))
+    assert shown == "<think>a</think>" + "\n" * (MAX_GAP + 1)
+
+
+def stage_of() -> OutputParser:
     parsing = Parsing(THINK, CallParsing(FAMILIES["hermes"], SCHEMAS, patient=True))
     options, params = TextOptions(), SamplingParams()
     tokenizer = demo_text().tokenizer
-    return Stage(Transcript(tokenizer, [1], params, options), parsing, parsing.reader(tokenizer, [1]))
+    return OutputParser(Transcript(tokenizer, [1], params, options), parsing, parsing.reader(tokenizer, [1]))
 
 
 @pytest.mark.parametrize("per_output", [1, 3, 1000])
