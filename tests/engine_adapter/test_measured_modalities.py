@@ -228,3 +228,8 @@ async def test_a_chat_goes_to_the_engine_with_its_files_and_what_the_adapter_add
 
 def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+async def test_a_chat_needs_as_many_files_as_it_names() -> None:
+    with pytest.raises(InvalidRequest, match="names 0 media, and 2 files came with it"):
+        await vllm_media.with_files(b'{"messages":[{"role":"user","content":"Hi"}]}', [b"a", b"b"])
