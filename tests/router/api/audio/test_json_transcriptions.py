@@ -82,7 +82,8 @@ async def test_granularities_may_be_named_as_in_forms():
     assert (await transcribe(api, **more)).status_code == 200
     (asked,) = api.cluster.media.heard
     assert [each for name, each in asked.fields if name == "timestamp_granularities[]"] == ["word", "segment"]
-    answer = await transcribe(api, **{"timestamp_granularities[]": ["hour"]})
+    more["timestamp_granularities[]"] = ["hour"]
+    answer = await transcribe(api, **more)
     assert error_of(answer)["param"] == "timestamp_granularities[][0]"
 
 
