@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from typing import Protocol, Self
 
 from kvferry.protocol.media import MAX_PIXELS
+from kvferry.router.long_work import SOURCE
 from kvferry.router.media.data_urls import decoded, is_data_url, opened
 from kvferry.router.media.formats import FORMATS, format_of, usual_name, wav_fault
 from kvferry.router.media.image_size import UnreadableImage, image_size
@@ -21,7 +22,7 @@ UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
 """MIME types that servers declare for content of unknown type."""
 
 LONG_CHARS = 2**20
-"""Characters of a data URL above which one is decoded at a time: slices of many would delay other requests."""
+"""Characters of a data URL above which one of a source is decoded at a time: slices of many would delay others."""
 
 
 class Fetcher(Protocol):
@@ -59,7 +60,7 @@ class MediaLoader:
 
     def __init__(self, fetcher: Fetcher | None = None) -> None:
         self._fetcher = fetcher or NoFetcher()
-        self._long, self._loads = asyncio.Lock(), TenantPlaces(MAX_LOADS, LOADS_PER_TENANT)
+        self._long, self._loads = TenantPlaces(MAX_LOADS, 1), TenantPlaces(MAX_LOADS, LOADS_PER_TENANT)
 
     @classmethod
     def of(cls, domains: str) -> Self:
@@ -88,14 +89,14 @@ class MediaLoader:
         return [loaded or next(fetched) for loaded in given]
 
     async def _given(self, part: MediaPart, books: _Books) -> MediaFile:
-        """Return the file of a part whose data are in the request; decode long ones one at a time.
+        """Return the file of a part whose data are in the request; decode long ones of a source one at a time.
 
         The first bytes are checked before the rest is decoded, which takes most of the time."""
         head, declared = opened(part.url, part.field)
         mime = checked_format(part, head, usual_name(declared))
         if part.modality == "image":
             await check_head(part, head, mime)
-        async with self._long if len(part.url) > LONG_CHARS else nullcontext():
+        async with self._long.taken(SOURCE.get()) if len(part.url) > LONG_CHARS else nullcontext():
             return await books.take(part, await decoded(part.url, part.field), mime)
 
     async def _fetched(self, parts: Sequence[MediaPart], tenant: str, books: _Books) -> list[MediaFile]:

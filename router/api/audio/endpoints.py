@@ -17,7 +17,7 @@ from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.audio.body import SpeechBody, speech_body
 from kvferry.router.api.audio.form import Form, read_form
-from kvferry.router.api.audio.json_body import AUDIO, InputAudio, SpeechJson, is_json, read_json
+from kvferry.router.api.audio.json_body import AUDIO, DATA, InputAudio, SpeechJson, decoded, is_json, read_json
 from kvferry.router.api.http_errors import error_body
 from kvferry.router.api.inference_route import InferenceRoute
 from kvferry.router.api.responder import Responder
@@ -78,12 +78,10 @@ class SpeechRoute(InferenceRoute[SpeechEndpoint]):
     """Route of an endpoint of audio."""
 
     async def _work(self, admitted: AdmittedRequest, data: bytes, responder: Responder) -> SpeechAnswer:
-        form, body = await _read(data)
-        del data  # the form holds the file
-        pool = self._pools.pool(body.model)
-        request = self._request(pool, form, body, admitted.call.deadline - time.monotonic())
-        if pool.media is not None:
-            pool.media.budget.hold(admitted.call.tenant, form, len(request.audio))
+        held = [data]
+        del data  # it is freed once it is read
+        form, body, pool = await self._read(held, admitted.call.tenant)
+        request = self._request(form, body, admitted.call.deadline - time.monotonic())
         tokens = max(1, len(request.audio) // BYTES_PER_TOKEN)
         await admitted.turn(pool.turns, Size(1, tokens, OUTPUT_TOKENS))
         answer = SpeechAnswer(responder, self._path)
@@ -94,14 +92,38 @@ class SpeechRoute(InferenceRoute[SpeechEndpoint]):
             raise DeadlineExceeded(f"not finished after {request.deadline_s:.3g} s") from None
         return answer
 
-    def _request(self, pool: ServedModel, form: Form, body: SpeechBody, left_s: float) -> SpeechRequest:
-        """Return the request for a node; raise InvalidRequest naming the field."""
-        if not form.file:
-            raise InvalidRequest(f"{form.field} must be an audio file that is not empty", param=form.field)
+    async def _read(self, held: list[bytes], tenant: str) -> tuple[Form, SpeechBody, ServedModel]:
+        """Return the file and the fields of a form or JSON body, and their model; `held` alone refers to the body.
+
+        Base64 and file count as held before decoding, which may wait for other requests. Raises InvalidRequest naming
+        the field; Overloaded."""
+        if not is_json(held[0]):
+            form = await read_form(held.pop())
+            fields = speech_body(form)
+            pool = self._pool(fields)
+            _hold(pool, tenant, form, len(form.file or b""))
+            return form, fields, pool
+        body = await read_json(held)
+        pool, audio = self._pool(body), body.take_audio()
+        form = Form(filename=audio.filename, field=DATA)
+        _hold(pool, tenant, audio, len(audio.data))
+        _hold(pool, tenant, form, audio.size)
+        form.file = await decoded(audio)
+        return form, body, pool
+
+    def _pool(self, body: SpeechBody) -> ServedModel:
+        """Return the model that a body names; raise InvalidRequest if it does not transcribe."""
+        pool = self._pools.pool(body.model)
         try:
             pool.cluster.media.check((TRANSCRIPTION,))
         except InvalidRequest as error:
             raise InvalidRequest(f"{self._path} is not supported: {error.message}", param="model") from error
+        return pool
+
+    def _request(self, form: Form, body: SpeechBody, left_s: float) -> SpeechRequest:
+        """Return the request for a node; raise InvalidRequest naming the field."""
+        if not form.file:
+            raise InvalidRequest(f"{form.field} must be an audio file that is not empty", param=form.field)
         found = format_of(form.file)
         if found not in SPEECH:
             raise InvalidRequest(f"{form.field} must be WAV, MP3, FLAC, Ogg, MP4 or WebM", param=form.field)
@@ -110,12 +132,10 @@ class SpeechRoute(InferenceRoute[SpeechEndpoint]):
         return SpeechRequest(self.endpoint.translate, body.fields(), form.filename, form.file, max(0.0, left_s))
 
 
-async def _read(data: bytes) -> tuple[Form, SpeechBody]:
-    """Return the file and the fields of a body, a multipart form or JSON; raise InvalidRequest naming the field."""
-    if is_json(data):
-        return await read_json(data)
-    form = await read_form(data)
-    return form, speech_body(form)
+def _hold(pool: ServedModel, tenant: str, holder: object, size: int) -> None:
+    """Count bytes of audio until `holder` is garbage-collected; raise Overloaded."""
+    if pool.media is not None:
+        pool.media.budget.hold(tenant, holder, size)
 
 
 class SpeechAnswer:

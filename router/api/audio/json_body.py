@@ -5,17 +5,16 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, model_validator
 
-from kvferry.router.api.audio.body import SpeechBody
-from kvferry.router.api.audio.form import Form
+from kvferry.router.api.audio.body import GRANULARITIES, SpeechBody
 from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.long_work import LongWork
 from kvferry.router.media.base64_text import decoded_slices
 from kvferry.router.media.refusal import refused
 
 AUDIO = "input_audio"
-_DATA = f"{AUDIO}.data"
+DATA = f"{AUDIO}.data"
 
 
 class InputAudio(BaseModel):
@@ -24,19 +23,43 @@ class InputAudio(BaseModel):
     data: Annotated[str, Field(min_length=1)]
     format: Annotated[str, Field(max_length=32, pattern=r"^\w*$")] = ""
 
+    @property
+    def filename(self) -> str:
+        """Return a name for the file, as forms have one."""
+        return f"audio.{self.format or 'bin'}"
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file, up to two more."""
+        return len(self.data) * 3 // 4
+
+
+def _without_empty_fields(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if each is not None and each != ""}
+
 
 class SpeechJson(SpeechBody):
-    """JSON body of POST /v1/audio/transcriptions and /v1/audio/translations; empty fields count as missing."""
+    """JSON body of POST /v1/audio/transcriptions and /v1/audio/translations; empty fields and nulls count as missing.
 
-    timestamp_granularities: list[Literal["word", "segment"]] = Field(default=[], max_length=2)
-    input_audio: InputAudio
+    The times to return may be named as in forms."""
+
+    timestamp_granularities: list[Literal["word", "segment"]] = Field(
+        default=[], validation_alias=AliasChoices("timestamp_granularities", GRANULARITIES), max_length=2
+    )
+    input_audio: Annotated[InputAudio, BeforeValidator(_without_empty_fields)]
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty_fields(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: each for name, each in value.items() if each is not None and each != ""}
+    def _given_fields(cls, value: Any) -> Any:
+        return _without_empty_fields(value)
+
+    def take_audio(self) -> InputAudio:
+        """Return the audio, which this body no longer refers to, so that its memory can be freed."""
+        audio = self.input_audio
+        del self.input_audio
+        return audio
 
 
 def is_json(data: bytes) -> bool:
@@ -44,16 +67,18 @@ def is_json(data: bytes) -> bool:
     return data[:64].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
 
 
-async def read_json(data: bytes) -> tuple[Form, SpeechJson]:
-    """Return the file of a JSON body as a form's, and the fields; raise InvalidRequest naming the field."""
-    body = await parsed(SpeechJson, data)
-    del data  # the body holds the base64
-    audio, work = BytesIO(), LongWork()
+async def read_json(held: list[bytes]) -> SpeechJson:
+    """Return the fields of the body that `held` alone refers to, which is freed; raise InvalidRequest naming one."""
+    return await parsed(SpeechJson, held.pop())
+
+
+async def decoded(audio: InputAudio) -> bytes:
+    """Return the file; raise InvalidMedia naming the field."""
+    data, work = BytesIO(), LongWork()
     try:
-        for piece in decoded_slices(body.input_audio.data):
-            audio.write(piece)
+        for piece in decoded_slices(audio.data):
+            data.write(piece)
             await work.pause()
     except ValueError:
-        raise refused(_DATA, "is not valid base64: it is cut off, or has other characters") from None
-    body.input_audio.data = ""
-    return Form(filename=f"audio.{body.input_audio.format or 'bin'}", file=audio.getvalue(), field=_DATA), body
+        raise refused(DATA, "is not valid base64: it is cut off, or has other characters") from None
+    return data.getvalue()  # without a copy

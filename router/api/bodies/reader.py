@@ -32,7 +32,7 @@ from kvferry.router.api.bodies.sliced_json import (
     TooManyObjects,
     objects_in,
 )
-from kvferry.router.long_work import paced
+from kvferry.router.long_work import SOURCE, paced
 from kvferry.router.request_context import CALL
 from kvferry.runtime.disconnect import until_disconnect
 
@@ -82,6 +82,7 @@ class BodyReader:
 
         Raises UnsupportedMedia; RequestTooLarge, already by its header; Overloaded while too many bytes arrive;
         Cancelled if the client leaves."""
+        SOURCE.set(_source(scope))
         headers = dict(scope["headers"])
         if b"content-encoding" in headers:
             for given in [value for name, value in scope["headers"] if name == b"content-encoding"]:
@@ -98,7 +99,7 @@ class BodyReader:
 
     async def _collected(self, message: Message, scope: Scope, receive: Receive) -> bytes:
         """Return a body that begins with this message, and is long or arrives in parts or beside others."""
-        arrived, size, source = BytesIO(), 0, _source(scope)
+        arrived, size, source = BytesIO(), 0, SOURCE.get()
         try:
             while True:
                 if message["type"] == "http.disconnect":

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.fields import has_part
+from kvferry.router.long_work import SOURCE
 from kvferry.router.media import loading
 from kvferry.router.media.limits import MAX_MEDIA, MAX_MEDIA_BYTES
 from kvferry.router.media.loading import MediaLoader
@@ -198,3 +199,16 @@ async def test_hosts_of_the_setting_may_be_asked():
     with pytest.raises(InvalidRequest, match=r"'three\.example', which is not in --allowed-media-domains"):
         await loader.load(media_parts(chat(image("https://three.example/a.png"))))
     await loader.close()
+
+
+async def test_long_media_of_one_source_do_not_delay_those_of_another():
+    loader, ends = MediaLoader(), list[str]()
+    parts = media_parts(chat(image(made.data_url(made.png().ljust(loading.LONG_CHARS, b"\0"), made.PNG))))
+
+    async def loaded(source: str) -> None:
+        SOURCE.set(source)
+        await loader.load(parts)
+        ends.append(source)
+
+    await asyncio.gather(*map(loaded, [*"a" * 10, "b"]))
+    assert "b" in ends[:4]

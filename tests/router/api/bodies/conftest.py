@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+import asyncio
 
 import pytest
 
@@ -12,4 +12,8 @@ from kvferry.router import long_work
 @pytest.fixture
 def unpaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of long work follow one another at once."""
-    monkeypatch.setattr(long_work, "MIN_SLEEP_S", inf)
+
+    async def at_once(cost_s: float) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(long_work, "paced", at_once)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
-from kvferry.router.api.bodies.reader import MAX_PER_SOURCE
+from kvferry.router.api.bodies.reader import MAX_PER_SOURCE, BodyReader
+from kvferry.router.request_context import CALL, RequestContext
 from kvferry.router.tenants.keys import entry
 from tests.api_parts import Api, FakeCluster, error_of, says
 
@@ -55,3 +58,26 @@ async def test_unfinished_bodies(tmp_path: Path, keys: bool) -> None:
     assert {answer.status_code for answer in await asyncio.gather(*first)} == {200}
     (after,) = await held(api, "a", end, 1)
     assert (await after).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [True, False])
+async def test_arriving_bodies_of_one_source_do_not_delay_those_of_others(keys: bool) -> None:
+    reader, parts = BodyReader(2**30), Counter[str]()
+
+    async def read(source: str, count: int) -> bytes:
+        async def receive() -> Message:
+            parts[source] += 1
+            return {"type": "http.request", "body": b" " * 2**16, "more_body": parts[source] != count}
+
+        call = RequestContext("r", 0.0, 1.0, tenant=source if keys else "")
+        return await reader.take({"headers": [], "client": (source, 1), CALL: call}, receive)
+
+    crowd = [asyncio.create_task(read("a", 0)) for _ in range(64)]
+    await asyncio.sleep(0.02)
+    before = parts["a"]
+    assert len(await read("b", 8)) == 2**19
+    beside = parts["a"] - before
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    assert beside < 150, "one queue for both would pass 1000"
