@@ -95,7 +95,7 @@ def the_demo_model_s_call_is_run_and_it_reads_the_result():
     first, later = {**SHORT, "tool_choice": forced}, {**SHORT, "tool_choice": "none"}
     with relay(URL, first, later) as (url, statuses):
         events = codex("Shout hello.", *FEWER, *SERVER, url=url)
-    assert statuses == [200, 200]
+    assert statuses == [200, 200], (statuses, events)
     (used,) = items(events, "mcp_tool_call")
     assert (used["tool"], used["status"]) == ("shout", "completed")
     assert used["result"]["content"][0]["text"] == used["arguments"]["text"].upper()
