@@ -30,8 +30,13 @@ def opened(url: str, field: str) -> tuple[bytes, str]:
 async def decoded(url: str, field: str) -> bytes:
     """Return the bytes of a data URL; raise InvalidMedia naming the field."""
     _, begin = _checked(url, field)
+    return await decoded_base64(url, field, begin)
+
+
+async def decoded_base64(text: str, field: str, begin: int = 0) -> bytes:
+    """Return the bytes of the base64 after the first `begin` characters; raise InvalidMedia naming the field."""
     data, work = BytesIO(), LongWork()
-    for piece in _slices(url, begin, field):
+    for piece in _slices(text, begin, field):
         data.write(piece)
         await work.pause()
     return data.getvalue()  # without a copy

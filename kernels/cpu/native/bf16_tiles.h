@@ -12,15 +12,27 @@ namespace {
 
 constexpr int64_t kTileAhead = 8192;  // bytes of weights prefetched ahead
 
+// Which side of a product passes through the first-level cache and leaves the other one there.
+enum class Passing { none, rows, panel };
+
+// The tile is named in the instruction, so it can be no parameter of a function.
+#define KVF_LOAD_TILE(passes, tile, from, step) \
+  if constexpr (passes)                         \
+    _tile_stream_loadd(tile, from, step);       \
+  else                                          \
+    _tile_loadd(tile, from, step)
+
 // One step: the sums += products of as many pairs of inputs as the shape is deep. both: there are lower rows.
+template <Passing passing = Passing::none>
 KVF_INLINE void tile_step(const bf16* x, int64_t step, const uint8_t* panel, bool both) {
-  _tile_loadd(6, panel, kTileStride);
-  _tile_loadd(4, x, 2 * step);
+  constexpr bool kRows = passing == Passing::rows, kOutputs = passing == Passing::panel;
+  KVF_LOAD_TILE(kOutputs, 6, panel, kTileStride);
+  KVF_LOAD_TILE(kRows, 4, x, 2 * step);
   _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(7, panel + 64, kTileStride);
+  KVF_LOAD_TILE(kOutputs, 7, panel + 64, kTileStride);
   _tile_dpbf16ps(1, 4, 7);
   if (!both) return;
-  _tile_loadd(5, x + kTileRows * step, 2 * step);
+  KVF_LOAD_TILE(kRows, 5, x + kTileRows * step, 2 * step);
   _tile_dpbf16ps(2, 5, 6);
   _tile_dpbf16ps(3, 5, 7);
 }

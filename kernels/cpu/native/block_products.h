@@ -4,64 +4,17 @@
 #include "product.h"
 #include "prompts.h"
 
+#if defined(__AMX_BF16__)
+#include "block_tiles.h"
+#else
+
 namespace kvferry {
 namespace {
-
-#if defined(__AMX_BF16__)
-
-// Rows whose scores and weights stay in the first-level cache. The weights of a row take the place of its scores.
-constexpr int64_t kGroupRows = kTwoTiles, kScoreStep = kPrefillBlock + 16, kWeightStep = 2 * kScoreStep;
-
-// One step: the sums += products of 32 inputs. Panels pass through the first-level cache and leave the rows there.
-KVF_INLINE void passing_step(const bf16* x, int64_t step, const uint8_t* panel, bool both) {
-  _tile_stream_loadd(6, panel, kTileStride);
-  _tile_loadd(4, x, 2 * step);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_stream_loadd(7, panel + 64, kTileStride);
-  _tile_dpbf16ps(1, 4, 7);
-  if (!both) return;
-  _tile_loadd(5, x + kTileRows * step, 2 * step);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
-}
-
-// scores [rows][kScoreStep] = products of q [rows][dim] with `width` packed positions (whole panels).
-KVF_INLINE void multiply_keys(Tiles& tiles, const bf16* q, int64_t dim, int64_t rows, const uint8_t* k, int64_t width,
-                              float* scores) {
-  const bool both = rows > kTileRows;
-  tiles.shape(rows, kTileDepth);
-  Tiles::settle(q);
-  for (int64_t j = 0; j < width; j += kPanel) {
-    zero_sums(both);
-    for (int64_t d = 0; d < dim; d += kPanel) passing_step(q + d, dim, k + (j * dim + d * kPanel) * 2, both);
-    store_sums(scores + j, both, kScoreStep);
-  }
-}
-
-// total [rows][dim] = kept[row] * total + products of weights [rows][kWeightStep] of `width` packed positions (whole panels)
-// with their V.
-KVF_INLINE void multiply_values(Tiles& tiles, const bf16* weights, int64_t rows, const uint8_t* v, int64_t v_step, int64_t width,
-                                float* total, int64_t dim, const float* kept) {
-  const bool both = rows > kTileRows;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t d = 0; d < dim; d += kLanes) store(total + row * dim + d, load(total + row * dim + d) * kept[row]);
-  tiles.shape(rows, kTileDepth);
-  Tiles::settle(weights);
-  for (int64_t part = 0; part < dim; part += kPanel, v += v_step) {
-    load_sums(total + part, both, dim);
-    for (int64_t j = 0; j < width; j += kPanel) passing_step(weights + j, kWeightStep, v + j * kPanel * 2, both);
-    store_sums(total + part, both, dim);
-  }
-}
-
-#else
 
 constexpr int64_t kGroupRows = kScoredRows, kScoreStep = kPrefillBlock, kWeightStep = kPrefillBlock;
 struct Tiles {};
 
-#endif
-
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 
 // out [Rows] (`out_step` floats apart) = the panel's outputs of rows of x, and kept[row] * out where `kept` is given.
 template <int Rows>
@@ -97,7 +50,7 @@ KVF_INLINE void panel_sums(const bf16* x, int64_t step, int64_t rows, const uint
   }
 }
 
-#elif !defined(__AMX_BF16__)
+#else
 
 // out [rows] (`out_step` floats apart) = the panel's outputs of rows of x, and kept[row] * out where `kept` is given.
 KVF_INLINE void panel_sums(const bf16* x, int64_t step, int64_t rows, const uint8_t* panel, int64_t pairs, float* out,
@@ -111,8 +64,6 @@ KVF_INLINE void panel_sums(const bf16* x, int64_t step, int64_t rows, const uint
 
 #endif
 
-#if !defined(__AMX_BF16__)
-
 KVF_INLINE void multiply_keys(Tiles&, const bf16* q, int64_t dim, int64_t rows, const uint8_t* k, int64_t width, float* scores) {
   for (int64_t j = 0; j < width; j += kPanel)
     panel_sums(q, dim, rows, k + j * dim * 2, dim / 2, scores + j, kScoreStep, nullptr);
@@ -124,7 +75,7 @@ KVF_INLINE void multiply_values(Tiles&, const bf16* weights, int64_t rows, const
     panel_sums(weights, kWeightStep, rows, v, width / 2, total + part, dim, kept);
 }
 
-#endif
-
 }  // namespace
 }  // namespace kvferry
+
+#endif

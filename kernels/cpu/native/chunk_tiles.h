@@ -8,7 +8,7 @@
 
 #include "float_chunks.h"
 #if defined(__AMX_BF16__)
-#include "tiles.h"
+#include "bf16_tiles.h"
 #endif
 
 namespace kvferry {
@@ -16,8 +16,7 @@ namespace {
 
 #if defined(__AMX_BF16__)
 
-constexpr int64_t kHalfDepth = 16;  // pairs that a tile multiplies
-static_assert(kChunkTokens == kTwoTiles && kTileWidth == kPanel && kDepthUnit == 2 * kHalfDepth);
+static_assert(kChunkTokens == kTwoTiles && kTileWidth == kPanel && kDepthUnit == 2 * kTileDepth);
 
 // Pairs of the upper, and of the lower halves of two rows' numbers.
 KVF_INLINE void store_halves(Floats a, Floats b, uint32_t* upper, uint32_t* lower) {
@@ -31,31 +30,8 @@ KVF_INLINE void store_halves(Floats a, Floats b, uint32_t* upper, uint32_t* lowe
 
 // The sums += 32 rows of x (`step` numbers apart) times a panel [pairs, 32] of pairs.
 KVF_INLINE void add_tiles(const bf16* x, int64_t step, const uint32_t* panel, int64_t pairs) {
-  for (int64_t k = 0; k < pairs; k += kHalfDepth, x += 2 * kHalfDepth, panel += kHalfDepth * kPanel) {
-    _tile_loadd(6, panel, kTileStride);
-    _tile_loadd(4, x, 2 * step);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kTileRows, kTileStride);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, x + kTileRows * step, 2 * step);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-}
-
-KVF_INLINE void begin_tiles() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
-
-KVF_INLINE void end_tiles(float* sums) {
-  _tile_stored(0, sums, kTileStride);
-  _tile_stored(1, sums + kTileRows, kTileStride);
-  _tile_stored(2, sums + kTileRows * kPanel, kTileStride);
-  _tile_stored(3, sums + kTileRows * kPanel + kTileRows, kTileStride);
-  Tiles::settle(sums);
+  for (int64_t k = 0; k < pairs; k += kTileDepth, x += 2 * kTileDepth, panel += kTileDepth * kPanel)
+    tile_step(x, step, reinterpret_cast<const uint8_t*>(panel), true);
 }
 
 // As FloatChunks.
@@ -66,7 +42,7 @@ class TileChunks {
   TileChunks(float* memory, int64_t k_dim, int64_t v_dim)
       : m(memory + TileMemory::floats(k_dim), k_dim, v_dim), own_(memory, k_dim) {}
 
-  void begin() { tiles_.shape(kTwoTiles, kHalfDepth); }
+  void begin() { tiles_.shape(kTwoTiles, kTileDepth); }
 
   void load_keys(const bf16* from, int64_t step, int64_t count, int64_t dim, bool unit) {
     load_vectors(from, step, count, dim, unit, 1.0f, 0);
@@ -154,9 +130,9 @@ class TileChunks {
   // to [s, t] = the products of the keys of tokens s and the keys, or queries, of tokens t.
   void multiply_with(int which, float* to) {
     Tiles::settle(own_.vectors);
-    begin_tiles();
+    zero_sums(true);
     add_tiles(own_.vectors, m.depth, own_.pairs + which * kChunkTokens * m.depth / 2, m.depth / 2);
-    end_tiles(to);
+    store_sums(to, true);
     for (int64_t s = 0; s < kChunkTokens; ++s)
       for (int64_t t = 0; t < kChunkTokens; t += kLanes) {
         float* at = to + s * kChunkTokens + t;
@@ -167,9 +143,9 @@ class TileChunks {
   // to [tokens, 32] = the products of keys, or queries, with the columns that were split.
   void multiply_state(int which, float* to) {
     const bf16* vectors = own_.vectors + which * kChunkTokens * m.depth;
-    begin_tiles();
+    zero_sums(true);
     for (const uint32_t* half : {own_.halves, lower()}) add_tiles(vectors, m.depth, half, m.depth / 2);
-    end_tiles(to);
+    store_sums(to, true);
   }
 
   // 32 columns of a state once the chunk's changes are in, of which each is decayed to the chunk's end.
@@ -186,10 +162,10 @@ class TileChunks {
     Tiles::settle(changes);
     for (int64_t row = 0; row <= m.depth; row += kTwoTiles) {
       if (row < m.depth) {
-        begin_tiles();
+        zero_sums(true);
         for (const uint32_t* half : {changes[0], changes[1]})
           add_tiles(own_.columns + row * kChunkTokens, kChunkTokens, half, kChunkTokens / 2);
-        end_tiles(added[row / kTwoTiles % 2]);
+        store_sums(added[row / kTwoTiles % 2], true);
       }
       const float* before = added[(row / kTwoTiles + 1) % 2];
       for (int64_t r = row - kTwoTiles; r >= 0 && r < row; ++r, before += kPanel)

@@ -22,18 +22,14 @@ struct Inputs {
 
 #if defined(__AMX_BF16__)
 constexpr bool kTakesTiles = true;
+static_assert(kStepInputs == kPanel);
 #else
 constexpr bool kTakesTiles = false;
 #endif
 
-// Whether the rows are multiplied by tiles that read them in an order of their own.
+// Whether the rows are multiplied by tiles that read them in an order of their own, in whole steps.
 KVF_INLINE bool takes_tiles(const Dense& dense, int64_t rows) {
-#if defined(__AMX_BF16__)
-  return rows > kUntiledRows && !dense.quantised && dense.in % kStepInputs == 0;
-#else
-  (void)dense, (void)rows;
-  return false;
-#endif
+  return kTakesTiles && rows > kUntiledRows && !dense.quantised && dense.in % kPanel == 0;
 }
 
 // Whether inputs_of() does more than name the rows.

@@ -19,20 +19,6 @@ KVF_INLINE void tile_row(const bf16* x, int64_t in, int64_t row, bf16* tiled) {
   for (int64_t i = 0; i < in; i += kStepInputs, to += kStepElements) std::memcpy(to, x + i, sizeof(bf16) * kStepInputs);
 }
 
-// One step: the sums += products of 32 inputs. Rows pass through the first-level cache and leave the panel there.
-KVF_INLINE void streamed_step(const bf16* x, const uint8_t* panel, bool both) {
-  constexpr int kRowBytes = sizeof(bf16) * kStepInputs;
-  _tile_loadd(6, panel, kTileStride);
-  _tile_stream_loadd(4, x, kRowBytes);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(7, panel + 64, kTileStride);
-  _tile_dpbf16ps(1, 4, 7);
-  if (!both) return;
-  _tile_stream_loadd(5, x + kTileRows * kStepInputs, kRowBytes);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
-}
-
 // Asks for the lines of what comes next, evenly spread over the steps until then.
 struct Upcoming {
   const uint8_t* data;
@@ -73,7 +59,7 @@ KVF_INLINE void tiled_products(const bf16* tiled, int64_t in, int64_t rows, cons
       for (int64_t step = first; step < end; ++step) {
         if (works) {
           upcoming.advance();
-          streamed_step(tiled + base * in + step * kStepElements, panel + step * kStepBytes, both);
+          tile_step<Passing::rows>(tiled + base * in + step * kStepElements, kStepInputs, panel + step * kStepBytes, both);
         }
         for (const int64_t stop = made - row < share ? made : row + share; row < stop; ++row, values += kPanel) emit(row, values);
       }

@@ -17,12 +17,13 @@ from kvferry.router.api.admission import AdmittedRequest, TokenUsage
 from kvferry.router.api.answers import ErrorAnswer
 from kvferry.router.api.audio.body import SpeechBody, speech_body
 from kvferry.router.api.audio.form import Form, read_form
-from kvferry.router.api.audio.json_body import AUDIO, DATA, InputAudio, SpeechJson, decoded, is_json, read_json
+from kvferry.router.api.audio.json_body import AUDIO, DATA, InputAudio, SpeechJson, is_json, read_json
 from kvferry.router.api.http_errors import error_body
 from kvferry.router.api.inference_route import InferenceRoute
 from kvferry.router.api.responder import Responder
 from kvferry.router.api.served_models import ServedModel
 from kvferry.router.api.sse import dump
+from kvferry.router.media.data_urls import decoded_base64
 from kvferry.router.media.formats import SPEECH, format_of, wav_fault
 from kvferry.router.tenants.scheduler_slots import Size
 
@@ -108,7 +109,7 @@ class SpeechRoute(InferenceRoute[SpeechEndpoint]):
         form = Form(filename=audio.filename, field=DATA)
         _hold(pool, tenant, audio, len(audio.data))
         _hold(pool, tenant, form, audio.size)
-        form.file = await decoded(audio)
+        form.file = await decoded_base64(audio.data, DATA)
         return form, body, pool
 
     def _pool(self, body: SpeechBody) -> ServedModel:

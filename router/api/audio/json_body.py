@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, model_validator
 
 from kvferry.router.api.audio.body import GRANULARITIES, SpeechBody
 from kvferry.router.api.bodies.reader import parsed
-from kvferry.router.long_work import LongWork
-from kvferry.router.media.base64_text import decoded_slices
-from kvferry.router.media.refusal import refused
 
 AUDIO = "input_audio"
 DATA = f"{AUDIO}.data"
@@ -70,15 +66,3 @@ def is_json(data: bytes) -> bool:
 async def read_json(held: list[bytes]) -> SpeechJson:
     """Return the fields of the body that `held` alone refers to, which is freed; raise InvalidRequest naming one."""
     return await parsed(SpeechJson, held.pop())
-
-
-async def decoded(audio: InputAudio) -> bytes:
-    """Return the file; raise InvalidMedia naming the field."""
-    data, work = BytesIO(), LongWork()
-    try:
-        for piece in decoded_slices(audio.data):
-            data.write(piece)
-            await work.pause()
-    except ValueError:
-        raise refused(DATA, "is not valid base64: it is cut off, or has other characters") from None
-    return data.getvalue()  # without a copy

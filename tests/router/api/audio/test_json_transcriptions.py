@@ -115,7 +115,7 @@ def budget_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[MediaBudget,
             await super().pause()
 
     monkeypatch.setattr("kvferry.router.media.prompting.MediaBudget", lambda: budget)
-    monkeypatch.setattr("kvferry.router.api.audio.json_body.LongWork", Watched)
+    monkeypatch.setattr("kvferry.router.media.data_urls.LongWork", Watched)
     return budget, held
 
 
