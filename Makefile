@@ -73,6 +73,10 @@ UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 # An environment stays on its machine, so the CPU kernels are compiled for it alone.
 KERNELS_HERE    = -C cmake.define.KVFERRY_INSTRUCTION_SETS=native
 KERNELS_CHECKED = -C cmake.define.KVFERRY_INSTRUCTION_SETS=checked
+# Where there is a compiler, kernels that do not compile fail the tests' installation; any other one says it and goes on.
+KERNELS_TESTED  = KVFERRY_KERNELS_REQUIRED=$(if $(shell command -v c++),1,0)
+no_kernels = ls $(VENV)/lib/python*/site-packages/kvferry/kernels/cpu/_native*.so > /dev/null 2>&1 || echo \
+  'warning: the CPU kernels did not compile, so a CPU is several times slower; KVFERRY_KERNELS_REQUIRED=1 shows why' >&2
 # The link's CUDA and torch's ask for the same packages: those of another version cannot be installed beside it.
 FITTING := import importlib.util as u, pathlib, runpy; \
   found = runpy.run_path(str(pathlib.Path(u.find_spec("torch").origin).with_name("version.py"))); \
@@ -332,10 +336,11 @@ $(VENV)/torch.done: $(VENV)/torch.wanted
 
 $(VENV)/worker.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
 	@$(call shown,installing kvferry with transformers and UCX (about 150 MB) and compiling its CPU kernels,$(UV) $(KERNELS_HERE) -e '.[$(WORKER)]')
+	@$(no_kernels)
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml $(NATIVE) $(VENV)/torch.done
-	@$(call shown,installing kvferry with what its tests need and compiling its CPU kernels,$(UV) $(KERNELS_CHECKED) -e $(TESTED))
+	@$(call shown,installing kvferry with what its tests need and compiling its CPU kernels,$(KERNELS_TESTED) $(UV) $(KERNELS_CHECKED) -e $(TESTED))
 	@touch $@
 
 $(VENV)/bench.done: pyproject.toml $(NATIVE) $(VENV)/torch.done

@@ -6,23 +6,25 @@ VECTORS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf1
 
 
 def compiled_for() -> str | None:
-    """Return the instruction set that the CPU kernels use; None without torch or compiled kernels."""
+    """Return the instruction set that the CPU kernels use; empty if they are not compiled, None without torch."""
     try:
         from kvferry.kernels.cpu import instruction_set as used
     except ImportError:
         return None
-    return used()
+    return used() or ""
 
 
 def instruction_set(cpuinfo: str, kernels: str | None = None, *, coded: bool = False) -> tuple[str, str]:
     """Return the instruction sets in /proc/cpuinfo's text (`flags`, Arm: `Features`), and a remedy if they are slow.
 
-    kernels: the instruction set that the kernels use. coded: the weights are quantised, so bfloat16 hardly matters.
-    """
+    kernels: the instruction set that the kernels use, empty if they are not compiled. coded: the weights are quantised,
+    so bfloat16 hardly matters."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = {word for key, _, words in lines if key.strip() in ("flags", "Features") for word in words.split()}
     found = " ".join(name for name in VECTORS if name in flags) or "no vector instructions"
-    found += f"; kernels: {kernels}" if kernels else ""
+    found += f"; kernels: {kernels or 'not compiled'}" if kernels is not None else ""
+    if kernels == "":
+        return found, "install with a C++ compiler; KVFERRY_KERNELS_REQUIRED=1 at installation shows why kernels fail"
     if "amx_bf16" in flags and kernels not in (None, "amx"):
         return (
             found,

@@ -5,6 +5,7 @@ and calls nothing else for arithmetic."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from kvferry.kernels.recurrent_ops import RecurrentOps
 from kvferry.kernels.sampling import NoiseKeys
 from kvferry.kernels.token_masks import Masks
 from kvferry.protocol.sampling import SamplingParams
+
+log = logging.getLogger("kvferry.kernels")
 
 
 class DenseOps(Protocol):
@@ -180,4 +183,5 @@ def _best(device: torch.device) -> str:
 
         if instruction_set() is not None:
             return "cpu"
+        log.warning("the CPU kernels are not compiled: PyTorch's operations serve, which are several times slower")
     return "reference"

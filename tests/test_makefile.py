@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,23 @@ def test_the_links_cuda_is_torchs(tmp_path: Path, target: str, more: str, cuda: 
 
 def test_one_that_is_named_is_taken(tmp_path: Path) -> None:
     assert planned(tmp_path, "worker", "13.0", "EXTRA=worker") == "worker"
+
+
+@pytest.mark.parametrize(("compilers", "required"), [(("c++",), "1"), ((), "0")])
+def test_tests_are_not_skipped_because_a_kernel_does_not_compile(
+    tmp_path: Path, compilers: tuple[str, ...], required: str
+) -> None:
+    """Most tests of kernels skip themselves where the extension is absent."""
+    for name in compilers:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("make", "sh", "sed"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    command = ["make", "-n", f"VENV={tmp_path / 'venv'}", "EXTRA=worker", str(tmp_path / "venv" / "test.done")]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"KVFERRY_KERNELS_REQUIRED={required} " in done.stdout
 
 
 def benched(home: Path, imports: str) -> list[str]:

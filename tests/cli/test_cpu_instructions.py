@@ -32,3 +32,9 @@ def test_tiles_that_the_kernels_do_not_use_are_a_warning(kernels, slow):
 
 def test_arm_names_its_features():
     assert instruction_set("Features\t: fp asimd bf16 sve\n") == ("asimd bf16 sve", "")
+
+
+def test_kernels_that_are_not_compiled_are_a_warning():
+    found, remedy = instruction_set("flags\t\t: avx2 avx512_bf16\n", "")
+    assert found.endswith("kernels: not compiled")
+    assert "C++ compiler" in remedy

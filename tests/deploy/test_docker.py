@@ -117,7 +117,7 @@ def test_nothing_is_installed_but_what_is_locked(dockerfile: Dockerfile) -> None
         assert (DOCKER / file).exists()
 
 
-def test_only_an_image_asks_that_its_kernels_compile() -> None:
+def test_images_ask_that_their_kernels_compile() -> None:
     """What that does is tried in test_images.py."""
     (rule,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["overrides"]
     assert rule == {"if": {"failed": True, "env": {"KVFERRY_KERNELS_REQUIRED": False}}, "wheel": {"cmake": False}}
