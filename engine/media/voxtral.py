@@ -1,4 +1,4 @@
-"""Audio family of Voxtral: a Whisper encoder over windows of 30 s, each of which is 375 tokens, also of a short clip."""
+"""Audio family of Voxtral: a Whisper encoder over windows of 30 s, each of which takes 375 tokens."""
 
 from __future__ import annotations
 
