@@ -47,7 +47,7 @@ def qwen2_audio() -> Family:
 
 def voxtral() -> Family:
     tower = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 160, "hidden_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     text = TEXT | heads | {"model_type": "llama", "vocab_size": VOCAB + len(SPECIAL)}
     config = transformers.VoxtralConfig(text_config=text, audio_config=tower, audio_token_id=IDS["[AUDIO]"])
     return Family(config, "[BEGIN_AUDIO][AUDIO]", "[AUDIO]")

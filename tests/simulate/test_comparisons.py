@@ -86,10 +86,11 @@ def test_a_trace_of_recordings_is_encoded_in_half_its_time_where_audio_has_half_
 
 
 def test_encode_nodes_take_recordings_from_the_nodes_of_prompts() -> None:
-    trace, _, models = case("recordings", TraceParams(300, 0.75, 1))
+    trace, _, models = case("recordings", TraceParams(300, 0.35, 1))
     lengths = [each.length for ask in trace for each in ask.media]
     assert max(lengths) == 750
-    found = [simulated("kvferry", Shape(8, 8, Machine(), models, encode=encode), trace, Goal()) for encode in (0, 4)]
+    slow = replace(Machine(), media_tokens_per_s=2000.0)
+    found = [simulated("kvferry", Shape(8, 8, slow, models, encode=encode), trace, Goal()) for encode in (0, 6)]
     assert found[1].ttft_s[-1] < found[0].ttft_s[-1]
 
 
