@@ -21,11 +21,12 @@ class Voxtral(AudioFamily):
     def __init__(self, tower: Tower, token: str) -> None:
         super().__init__(tower, token)
         own = tower.config.audio_config
-        self._window_tokens = own.max_source_positions * own.hidden_size // own.intermediate_size
+        self._window_tokens: int = own.max_source_positions * own.hidden_size // own.intermediate_size
 
     def tokens(self, samples: int) -> int:
-        return ceil(samples / self.tower.processor.n_samples) * self._window_tokens
+        window: int = self.tower.processor.n_samples
+        return ceil(samples / window) * self._window_tokens
 
     def rows(self, samples: torch.Tensor) -> torch.Tensor:
-        windows = self._mel(samples).split(self.tower.processor.nb_max_frames, 1)
+        windows = torch.split(self._mel(samples), self.tower.processor.nb_max_frames, 1)
         return torch.cat([self.tower.module.get_audio_features(each[None]).pooler_output for each in windows])
