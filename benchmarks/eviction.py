@@ -166,7 +166,7 @@ class Replay:
 def workload(name: str, seed: int) -> list[TraceRequest]:
     """Return a workload at the load of one node of the simulator's cluster, or a trace file."""
     if name not in CASES:
-        return read_trace(Path(name), LARGE.block_size)
+        return read_trace(Path(name), LARGE)
     case = CASES[name]
     return WORKLOADS[case.workload](TraceParams(COUNT, case.rate / NODES, seed, LARGE.block_size))
 
