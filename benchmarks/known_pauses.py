@@ -49,11 +49,11 @@ def gittins(pauses_s: Iterable[float], chance: float) -> Sequence[float]:
             spent += (alive[step] - returns[step] / 2) * STEP_S
             best = max(best, gain / max(spent, 1e-9))
         found.append(best)
-    return found
+    return found if chance == 1 else [*found, 0.0]
 
 
 def at_age(indices: Sequence[float], idle_s: float) -> float:
-    """Return the index at an age; sessions that should have returned long ago keep the last one."""
+    """Return the index at an age; at ages beyond all pauses the last one, which is 0 if sessions may end."""
     return indices[min(max(0, int(idle_s / STEP_S)), len(indices) - 1)]
 
 

@@ -225,8 +225,7 @@ class ValueEviction:
     def _rates(self, tenant: str, kind: str, times: int, detail: str = "", tools: int = 0) -> ReturnRates:
         """Return the rates of a class: kind, what else is known, and a level of prompts or shares.
 
-        Chains whose tools are known are classed by the tools, not by prompts. A first prompt counts if its session is
-        named, calls tools, or begins as earlier prompts did: other first prompts mostly come once."""
+        Known tools replace prompts. A first prompt counts if it is named, calls tools, or has a known beginning."""
         level = 0 if tools else turn_level(times) if kind == PAUSED else min(MAX_LEVEL, times.bit_length())
         return self._classes.find(tenant, kind + detail, level, tools, alike=kind == PAUSED and not tools)
 
