@@ -28,4 +28,8 @@ class StateInputs:
             assert rows is not None, f"{part.request.key} has no rows for its state"
             before += (rows.before, *rows.spare[: count - 1])
             after += rows.spare[:count]
+        return self.between(before, after)
+
+    def between(self, before: Sequence[int], after: Sequence[int]) -> SequenceStates:
+        """Return the rows that sequences read and write; -1: none. They are valid until the next call of either."""
         return SequenceStates(self._rows, *self._staging.put(list(np.array((before, after), dtype=np.int64))))

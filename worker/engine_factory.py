@@ -43,6 +43,7 @@ from kvferry.worker.model_loading import load
 from kvferry.worker.pool_memory import GIB, available_bytes, make_pool, pool_blocks
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.recurrent_states import (
+    checked_states,
     count_rows,
     make_states,
     require_no_ranks,
@@ -119,11 +120,11 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     )  # fmt: skip
     encoding = (media.encoder, media.embeddings) if media is not None else (None, None)
     engine = Engine(config, runner, pool, draft, *encoding)
-    if decodes and settings.canary_rate and engine.states is None:
+    if decodes and settings.canary_rate:
         tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
         engine.canary = Canary(
-            pool, engine.request_table, runner, engine.events,
-            block_size=settings.block_size, rate=settings.canary_rate, tolerated=tolerated,
+            pool, engine.request_table, runner, engine.events, block_size=settings.block_size,
+            rate=settings.canary_rate, tolerated=tolerated, states=checked_states(engine.states, model.info),
         )  # fmt: skip
     if device.type == "cpu":
         engine.prefault = Prefault(
