@@ -116,7 +116,7 @@ class Canary:
         if own is None:
             self._report(check, "dropped")
             return False
-        self._pool.holds.hold(request.key, CANARY, [*landed, *(state.received if state is not None else ())])
+        self._pool.holds.hold(request.key, CANARY, landed if state is None else [*landed, *state.received])
         self._check = check
         return True
 
@@ -210,10 +210,8 @@ class Canary:
             self._pool.forget(check.landed)
             stored, removed = self._pool.changes.drain()
             self._events.append(BlocksChanged(stored, removed))
-        state = check.state
-        self._pool.release(
-            check.key, CANARY, [*check.chain, *check.own, *(state.received if state is not None else ())]
-        )
+        state, held = check.state, [*check.chain, *check.own]
+        self._pool.release(check.key, CANARY, held if state is None else [*held, *state.received])
         if self._states is not None and state is not None:
             self._states.close(state)
         if outcome == "agreed":

@@ -1,4 +1,4 @@
-"""Recurrent state of a canary check: rows in which the check recomputes it, beside the state that a transfer brought."""
+"""Recurrent state of a canary check: rows in which it is recomputed, beside the state that a transfer brought."""
 
 from __future__ import annotations
 

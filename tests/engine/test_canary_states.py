@@ -1,4 +1,4 @@
-"""Canary checks of models with recurrent layers: what a transfer brought of K/V and state is recomputed and compared."""
+"""Canary checks of models with recurrent layers: received K/V and states are recomputed and compared."""
 
 from __future__ import annotations
 
