@@ -50,8 +50,8 @@ class ModelInfo:
 
     revision: names the exact weights and the forms they run in (part of the fingerprint). max_model_len: the model's
     own limit in tokens. state_parts: float32 numbers of each part of a sequence's recurrent state (the window of a
-    layer's convolution, its heads' matrices), in order; none without recurrent layers. groups: of layers that live for different times, each
-    with blocks of its own; None: a block has all layers."""
+    layer's convolution, its heads' matrices), in order; none without recurrent layers. groups: of layers that live for
+    different times, each with blocks of its own; None: a block has all layers."""
 
     name: str
     revision: str

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import Mixer
