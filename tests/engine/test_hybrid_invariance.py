@@ -19,7 +19,16 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not instruction_sets(), reason="installed without the CPU extension"),
 ]
-REFUSED = {"minimax": "other than lightning attention", "jamba": "an even input width of every dense layer"}
+PRECISE = "routers of experts do not compute in float32"
+REFUSED = {
+    "minimax": "other than lightning attention",
+    "jamba": "an even input width of every dense layer",
+    "nemotron-3": PRECISE,
+    "nemotron-3-super": PRECISE,
+    "nemotron-3-super-biased": PRECISE,
+    "glm4-moe": PRECISE,
+    "minimax-m2": PRECISE,
+}
 
 
 def save(name: str, path: Path) -> None:
@@ -46,7 +55,7 @@ def test_a_token_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> 
     assert torch.equal(torch.cat(got), whole)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "glm4-moe", "minimax-m2"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "llama4-whole"])
 def test_weights_of_experts_have_the_same_bits_at_any_place(name: str, tmp_path: Path) -> None:
     """Sigmoids of a router or a shared expert had others at the end of a batch."""
     save(name, tmp_path)
