@@ -21,8 +21,8 @@ SCALES = (1e-30, 1e-10, 1.0, 1e4, 1e12)
 """What vectors are multiplied with, a head at a time."""
 KEPT = (0.0, 1e-38, 1e-30, 1e-7, 0.5, 0.999, 1.0)
 """What a token keeps of a state."""
-SMALLEST = 1e-36
-"""What may become 0 of a head's largest value: chunks multiply decays with each other first, which then underflow."""
+ROUNDED = 5e-6
+"""Error allowed as a share of a head's largest value: outputs are sums of terms as large, which may cancel."""
 LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 31, 32, 33]), min_size=1, max_size=5)
 
 pytestmark = pytest.mark.skipif(not SETS, reason="installed without the CPU extension")
@@ -71,7 +71,7 @@ def channels(tokens: int, seed: int) -> Layer:
 
 def near(found: torch.Tensor, wanted: torch.Tensor, largest: float, place: str) -> None:
     """Hold a head's numbers to the reference's within a share of the largest. largest: of its values."""
-    bound = SMALLEST * largest + (2e-5 * float(wanted.abs().max()) if wanted.numel() else 0.0)
+    bound = ROUNDED * largest + (2e-5 * float(wanted.abs().max()) if wanted.numel() else 0.0)
     torch.testing.assert_close(found, wanted, atol=bound, rtol=0.0, msg=lambda text: f"{place}: {text}")
 
 
@@ -96,7 +96,7 @@ def test_any_decays_and_magnitudes(
     values = layer.inputs[2 if make is delta_rule else 0]
     assert values is not None
     for head in range(wanted.shape[1]):
-        at, largest = 0, max([1.0, *values[:, head].abs().flatten().tolist()])
+        at, largest = 0, max([0.0 if fresh else 1.0, *values[:, head].abs().flatten().tolist()])
         for seq, length in enumerate(lens):
             near(
                 found[at : at + length, head], wanted[at : at + length, head], largest, f"outputs of {seq}, head {head}"
