@@ -18,6 +18,7 @@ from tests.cluster.tiny_checkpoints import save_checkpoint
 from tests.crowded import in_time
 from tests.forked_python import ROUTERS, forked_python
 from tests.local_cluster import MODEL, LocalCluster, local_cluster
+from tests.redis_servers import RedisServer, redis_server
 from tests.resumed_streams import Heard, listen, resumed
 from tests.waiting import wait_for
 
@@ -41,21 +42,27 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(words: list[str]) -> Iterator[LocalCluster]:
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(words: list[str], redis: RedisServer) -> Iterator[LocalCluster]:
     exact = ("--batch-invariant", "--dtype", "bfloat16", "--threads", "1", "--kv-blocks", "500")
-    with local_cluster(*words, *exact, step_s=STEP_S) as running:
+    with local_cluster(*words, *exact, "--redis-url", f"redis://127.0.0.1:{redis.port}/0", step_s=STEP_S) as running:
         yield running
 
 
 @pytest.mark.parametrize("deed", ["cut", "freeze"])
 def test_a_stream_that_began_and_broke_while_its_router_was_cut_off(
-    cluster: LocalCluster, words: list[str], tmp_path: Path, deed: str
+    cluster: LocalCluster, redis: RedisServer, words: list[str], tmp_path: Path, deed: str
 ) -> None:
     """It was recorded in that router's memory alone, and began anew."""
     undisturbed, heard = Heard(), Heard()
     listen(undisturbed, cluster.url, PATH, BODY)
     with contextlib.ExitStack() as stack:
-        ways = Ways(("router",), "127.0.0.1", int(cluster.redis_url.rpartition(":")[2].split("/")[0]))
+        ways = Ways(("router",), "127.0.0.1", redis.port)
         stack.callback(ways.close)
         url = f"http://127.0.0.1:{free_port()}"
         argv = ["-m", "kvferry.cli.main", "router", *words, "--port", url.rpartition(":")[2]]
@@ -86,4 +93,3 @@ def test_a_stream_that_began_and_broke_while_its_router_was_cut_off(
         resumed(heard, cluster.url, PATH, BODY)
         assert heard.texts() == undisturbed.texts()
         assert in_time(resumed_after[0], RESUMED_S)
-    cluster.settle()
