@@ -20,7 +20,8 @@ from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import Failure
-from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, ship_late_s
+from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
+from kvferry.router.dispatch.hedging import HedgePolicy, ship_late_s
 from kvferry.router.dispatch.interface import Fork, Output, OutputComplete, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
 from kvferry.router.dispatch.prediction import ReuseAccount
@@ -50,7 +51,7 @@ class RequestDispatch:
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._preempt, self._inbox.post)
         self.calls_tools = partial(context.session_notes.calls_tools, self._planner.holders, self._wire_id)
-        self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
+        self._hedge_policy = HedgePolicy(self._hedged, self._planner, context, self._inbox.post)
         self._migration = Migration(self._hedged, self._planner, context, self._sink.receive)
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
@@ -147,13 +148,13 @@ class RequestDispatch:
         The first token decides between them. Each has its own request id, so that it can be cancelled alone."""
 
         def is_due() -> bool:
-            is_late = self._timers is not None and self._timers.late and not self._inbox
-            return not self._over and self._migration.target is None and (is_late or not late)
+            is_stale = late and not (self._timers and self._timers.late and not self._inbox)
+            return not (self._over or self._migration.target or is_stale)
 
         if (hedge := await self._hedge_policy.plan(is_due, late=late)) is not None:
             self._retried(hedge.kind, hedge.nodes, hedge.reason)
             self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
-        elif late and self._timers and self._hedge_policy.waits_for_room:
+        elif late and self._timers and self._hedge_policy.waits_for_blocks:
             self._timers.repeat_late()
 
     def _begin(self, name: str, placement: Placement) -> None:
@@ -236,7 +237,7 @@ class RequestDispatch:
         if timer is Timer.DEADLINE:
             self._inbox.post(self._planner.expired())
         elif timer is Timer.STALL:
-            self._hedged.stall(self._timers.stalled_s if self._timers else 0.0)
+            self._hedge_policy.stall(self._timers.stalled_s if self._timers else 0.0)
         else:
             self._inbox.post(timer)
 
