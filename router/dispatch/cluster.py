@@ -19,10 +19,10 @@ from kvferry.router.dispatch.prefixes import BlockLookup, Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.router_services import RouterServices
 from kvferry.router.nodes.client import NodeClient
-from kvferry.router.nodes.journal_relay import RelayedJournalScripts
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
 from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.nodes.relayed_journals import RelayedJournalScripts
 from kvferry.router.nodes.relayed_registry import RelayedRegistry, SealedLeases
 from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.nodes.token_streams import TokenStreams

@@ -138,8 +138,7 @@ class RequestDispatch:
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
-        if self._attempts:
-            self._sequence.restart()
+        self._sequence.restart()
         self._begin(self._wire_id, placement)
 
     async def _hedge(self, *, late: bool) -> None:

@@ -10,7 +10,7 @@ from kvferry.protocol.errors import KvferryError, NodeDown, RegistryFull, Regist
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.relayed_journals import JournalAnswer, JournalCall
 from kvferry.protocol.wire import unpack
-from kvferry.router.nodes.journal_relay import ASKED, RelayedJournalScripts
+from kvferry.router.nodes.relayed_journals import ASKED, RelayedJournalScripts
 from tests.router.nodes.test_node_table import D1, D2, P1, Table
 
 
