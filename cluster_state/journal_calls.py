@@ -26,7 +26,7 @@ SCRIPTS = {
 """Scripts by the name under which routers call them through nodes."""
 NEEDS_LEASES = ("read", "claim")
 """Scripts that read the leases of routers."""
-WAIT_S = 0.25
+WAIT_S = 0.4
 """Seconds without an answer of the store after which a node is asked as well."""
 PROBE_S = 0.25
 """Seconds between two tries to reach a silent store directly."""
@@ -86,17 +86,34 @@ class ScriptFailover:
             await asyncio.wait({direct}, timeout=WAIT_S)
             if direct.done() and not _is_silent(direct):
                 return direct.result()
-            try:
-                values = await self._relayed(self.relay, name, args)
-            except RegistryUnavailable:
-                await asyncio.wait({direct})
-                if _is_silent(direct):
-                    self._begin_probing()
-                return direct.result()
-            self._begin_probing()
-            return values
-        finally:
+            return await self._first_answer(direct, asyncio.ensure_future(self._relayed(self.relay, name, args)))
+        except asyncio.CancelledError:
             direct.cancel()
+            raise
+
+    async def _first_answer(self, direct: asyncio.Future[Values], relayed: asyncio.Future[Values]) -> Values:
+        """Return the first answer on either way, or raise the error of the direct one.
+
+        A direct call without an answer is not cancelled, since that would cost its connection."""
+        pending = {call for call in (direct, relayed) if not call.done()}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if direct in done and not _is_silent(direct):
+                    return direct.result()
+                if relayed in done and not _is_silent(relayed):
+                    break
+        finally:
+            relayed.cancel()
+        self._begin_probing()
+        direct.add_done_callback(self._direct_ended)
+        return direct.result() if _is_silent(relayed) else relayed.result()
+
+    def _direct_ended(self, call: asyncio.Future[Values]) -> None:
+        """Use the store directly again if a call that it had not answered has an answer after all."""
+        if not _is_silent(call) and self._probing is not None:
+            self._probing.cancel()
+            self._answers_again()
 
     async def close(self) -> None:
         """Stop trying the store."""
@@ -129,6 +146,9 @@ class ScriptFailover:
             except RegistryUnavailable:
                 continue
             break
+        self._answers_again()
+
+    def _answers_again(self) -> None:
         self._probing, self._no_relay_until = None, 0.0
         log.info("Redis answers: journals are written to it directly")
 

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import Cancelled, KvferryError
@@ -21,7 +20,7 @@ from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import Failure
 from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
-from kvferry.router.dispatch.hedging import HedgePolicy, ship_late_s
+from kvferry.router.dispatch.hedging import HedgePolicy
 from kvferry.router.dispatch.interface import Fork, Output, OutputComplete, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
 from kvferry.router.dispatch.prediction import ReuseAccount
@@ -57,9 +56,6 @@ class RequestDispatch:
         self._record: RequestRecord | None = None
         self._attempts, self._outcome, self._over = 0, "", False
 
-    def __aiter__(self) -> AsyncGenerator[Output]:
-        return self._outputs()
-
     @property
     def fork(self) -> Fork | None:
         """Return the fork data: the node that decodes the request, or the prefill node if it ended there."""
@@ -76,7 +72,7 @@ class RequestDispatch:
             self._end(cancel=True)
             self._inbox.post(Cancelled("the request was cancelled"))
 
-    async def _outputs(self) -> AsyncGenerator[Output]:
+    async def __aiter__(self) -> AsyncGenerator[Output]:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
@@ -94,7 +90,7 @@ class RequestDispatch:
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
                     if event.reuse is not None and (leader := self._hedged.leader) and leader.ships and not self._over:
-                        self._timers.expect(ship_late_s(leader.placement))
+                        self._timers.expect(self._hedge_policy.next_late_s())
                 elif isinstance(event, Failure):
                     self._fail(event)
                 elif isinstance(event, NodeDrains):
@@ -165,7 +161,7 @@ class RequestDispatch:
         self._attempts += 1
         if not self.route or self._attempts == 1:
             self._record.sent(placement)
-        self._timers.expect(inf if len(self._hedged.runners) > 1 else self._hedge_policy.late_s(placement))
+        self._timers.expect(self._hedge_policy.next_late_s())
         self._planner.runs_on(self._hedged.nodes)
 
     def _job(self, name: str, placement: Placement) -> Job:
@@ -188,6 +184,8 @@ class RequestDispatch:
                 self._record.sent(self._hedged.leader.placement, migrates=True)
             return
         self._hedged.leave(failure.attempt)
+        if self._timers and self._hedged.runners:
+            self._timers.expect(self._hedge_policy.next_late_s())
         self._prediction.ended(failure.attempt, failure.error)
         step = self._planner.failed(failure, self._hedged.nodes)
         self._retried(step, failure.at_fault, f"{failure.error.code}: {failure.error}")

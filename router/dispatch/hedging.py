@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from kvferry.placement.blocks import crowded
 from kvferry.placement.types import NodeKey, NodeView, Placement
@@ -146,9 +147,16 @@ class HedgePolicy:
             return False
         return self._is_crowded(first.placement)
 
-    def late_s(self, placement: Placement) -> float:
-        """Return the seconds after which to check an attempt on this placement: it is late, or may wait for room."""
-        limit_s = late_s(placement)
+    def next_late_s(self) -> float:
+        """Return the seconds after which to check the only attempt: it is late, or may wait for room.
+
+        Infinite for two attempts, and for one whose decode node streams."""
+        first = self._hedged.leader
+        if first is None or len(self._hedged.runners) > 1 or first.decoding:
+            return inf
+        if first.ships:
+            return ship_late_s(first.placement)
+        placement, limit_s = first.placement, late_s(first.placement)
         return min(limit_s, GRANT_S) if limit_s > GRANT_S and self._is_crowded(placement) else limit_s
 
     def _look_again(self) -> None:

@@ -116,6 +116,25 @@ async def test_a_late_answer_counts_if_no_node_has_one(both: Both) -> None:
     assert both.scripts._probing is None
 
 
+async def test_the_first_answer_counts_on_whichever_way(both: Both) -> None:
+    """The store's answer came meanwhile, and waited for a node that did not answer."""
+    both.direct.answers_after_s, both.relay.answers_after_s = WAIT_S + 0.2, WAIT_S + 2.0
+    values, waited_s = await both.timed()
+    assert values == (b"direct",)
+    assert waited_s < WAIT_S + 1.0
+    assert both.scripts._probing is None
+
+
+async def test_a_call_that_the_store_answers_after_all_ends_the_way_through_nodes(both: Both) -> None:
+    """It is not cancelled either: its connection would be lost, and those of a busy router all at once."""
+    both.direct.answers_after_s = WAIT_S + 0.2
+    assert (await both.timed())[0] == (b"relay",)
+    both.direct.answers_after_s = 0.0
+    calls = both.direct.calls
+    await until(lambda: both.scripts._probing is None)
+    assert both.direct.calls <= calls + 1
+
+
 async def test_without_nodes_calls_go_to_the_store_alone() -> None:
     direct = Way(b"direct")
     direct.error = RegistryUnavailable("connection refused")

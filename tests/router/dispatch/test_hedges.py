@@ -128,6 +128,20 @@ async def test_where_one_of_both_fails_the_other_goes_on(first: Any, second: Any
         assert len(bench["p1"].prefills) == len(bench["p2"].prefills) == 1
 
 
+async def test_the_attempt_that_is_left_after_the_other_failed_may_be_late_too() -> None:
+    """Nobody looked at it again: it had half of the request's deadline."""
+    scripts = [after(0.5, refuse), hang, honest_prefill]
+
+    async def in_turn(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        async for answer in scripts.pop(0)(worker, request):
+            yield answer
+
+    workers = [prefill(name, prefill_script=in_turn) for name in ("p1", "p2", "p3")]
+    async with Bench([*workers, decode("d1"), decode("d2")]) as bench:
+        assert ids(await collect(bench.start(8))) == expected(PROMPT, 8)
+        assert bench.retries()["hedge"] == 2
+
+
 def ship_after(seconds: float) -> Any:
     async def first_only(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         yield first_token(request.job)
