@@ -95,6 +95,7 @@ class ScriptFailover:
         """Return the first answer on either way, or raise the error of the direct one.
 
         A direct call without an answer is not cancelled, since that would cost its connection."""
+        relayed.add_done_callback(_is_silent)  # retrieves its error if nobody else does
         pending = {call for call in (direct, relayed) if not call.done()}
         try:
             while pending:
