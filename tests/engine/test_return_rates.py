@@ -103,5 +103,5 @@ def test_classes_that_are_alike_take_longer_to_differ_in_when_chains_return() ->
     learn(classes.find("a", "paused", 1), [10.0] * 300)
     for level, alike in ((2, True), (3, False)):
         learn(classes.find("a", "paused", level, alike=alike), [2.0] * 3)
-    alike, apart = (classes.find("a", "paused", level) for level in (2, 3))
-    assert value(alike, 0) < value(apart, 0), "three returns are a small sample"
+    same, apart = (classes.find("a", "paused", level) for level in (2, 3))
+    assert value(same, 0) < value(apart, 0), "three returns are a small sample"
