@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
+from kvferry.cluster_state.journal_calls import Values
 from kvferry.cluster_state.prefix_search import longest
 from kvferry.cluster_state.registry import LEASE_S, Announced
 from kvferry.protocol.errors import RegistryUnavailable
@@ -81,6 +82,14 @@ class MemoryLeaseRecords:
         return [unpack(record) for record in records]
 
 
+class NoJournalScripts:
+    """Scripts of a store that holds no journals. Implements journal_calls.JournalScripts."""
+
+    async def run(self, name: str, args: Sequence[str | bytes | int]) -> Values:
+        """Raise RegistryUnavailable."""
+        raise RegistryUnavailable("a store in memory holds no journals")
+
+
 class MemoryStore(MemoryRows):
     """Store in one process. Implements cluster_state.registry.Registry and cluster_state.index.BlockIndex.
 
@@ -96,6 +105,7 @@ class MemoryStore(MemoryRows):
         super().__init__(clock)
         self.incompatible: tuple[IncompatibleLease, ...] = ()
         self.records = MemoryLeaseRecords(self)
+        self.journals = NoJournalScripts()
         self._lease_s, self._row_ttl_s = lease_s, row_ttl_s
         self._leases: dict[str, tuple[NodeLease, float]] = {}
         self._epochs: dict[str, int] = {}
