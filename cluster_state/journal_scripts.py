@@ -63,16 +63,18 @@ end
 )
 
 # KEYS: prefix. ARGV: tenant, name, key, owner, head, TTL in ms, longest TTL in ms, most bytes, most journals.
-# Returns the name of the journal that exists already; "" if this one is new now, and "!" if it exceeds the share.
+# Returns the name of the journal that exists already; "" if this one is new now, or this call is repeated, and "!" if
+# it exceeds the share.
 OPEN = (
     _BOOKKEEPING
     + """
 local own = KEYS[1] .. ARGV[1]
 if ARGV[3] ~= '' then
   local known = redis.call('GET', own .. '#k:' .. ARGV[3])
-  if known and redis.call('EXISTS', own .. ':' .. known) == 1 then return known end
+  if known and known ~= ARGV[2] and redis.call('EXISTS', own .. ':' .. known) == 1 then return known end
 end
-if redis.call('EXISTS', own .. ':' .. ARGV[2]) == 1 then return ARGV[2] end
+local owner = redis.call('HGET', own .. ':' .. ARGV[2], 'owner')
+if owner then return owner == ARGV[4] and '' or ARGV[2] end
 create(ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[3])
 if ARGV[3] ~= '' then redis.call('SET', own .. '#k:' .. ARGV[3], ARGV[2], 'PX', ARGV[6]) end
 prolong(ARGV[1], ARGV[2], ARGV[6], ARGV[7])

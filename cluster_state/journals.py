@@ -61,6 +61,8 @@ class Journals(Protocol):
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
         """Open a journal and return "", or the name of the existing journal with this key or this name.
 
+        A repeated call of its owner returns "" again.
+
         key: the client's idempotency key; empty: none."""
 
     async def append(self, owner: str, appends: list[Append]) -> list[AppendOutcome]:

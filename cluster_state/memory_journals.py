@@ -51,8 +51,8 @@ class MemoryJournals:
 
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
         for known in (self._keys.get((tenant, key), ""), name):
-            if self._find(tenant, known) is not None:
-                return known
+            if (record := self._find(tenant, known)) is not None:
+                return "" if known == name and record.owner == owner else known
         return "" if self._create(tenant, name, owner, head, key, ttl_s) else "!"
 
     async def append(self, owner: str, appends: list[Append]) -> list[AppendOutcome]:

@@ -10,10 +10,12 @@ kvferry:<cluster>:j:<tenant>#sizes      hash  name → bytes, and the field "" w
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
-from kvferry.cluster_state import journal_scripts, redis_client
+from kvferry.cluster_state import redis_client
+from kvferry.cluster_state.journal_calls import JournalScripts, RedisJournalScripts, ScriptFailover
 from kvferry.cluster_state.journals import HEAD, MAX_JOURNALS, Append, AppendOutcome, Journal
-from kvferry.cluster_state.redis_client import Script, sensible
+from kvferry.cluster_state.redis_client import sensible
 from kvferry.cluster_state.router_leases import STREAM_LEASE_S
 from kvferry.cluster_state.seal import NO_SEAL, Seal
 
@@ -48,28 +50,26 @@ class RedisJournals:
         password_file: str = "",
         seal: Seal = NO_SEAL,
     ) -> None:
-        self._keys, self._leases = [f"kvferry:{cluster}:j:"], f"kvferry:{cluster}:o:leases"
         self._bounds, self._lease_ms, self._seal = [MAX_TTL_MS, share, max_journals], int(lease_s * 1000), seal
         self._client = redis_client.connected(url, timeout_s, password_file)
+        self._scripts = ScriptFailover(RedisJournalScripts(self._client, cluster, timeout_s))
 
-        def script(text: str) -> Script:
-            return Script(self._client, text, timeout_s)
-
-        self._open, self._append = script(journal_scripts.OPEN), script(journal_scripts.APPEND)
-        self._read, self._claim = script(journal_scripts.READ), script(journal_scripts.CLAIM)
-        self._release = script(journal_scripts.RELEASE)
+    def fall_back_on(self, relay: JournalScripts) -> None:
+        """Call the scripts through a node while the store does not answer this process."""
+        self._scripts.relay = relay
 
     async def close(self) -> None:
         """Close all connections. Never raises."""
+        await self._scripts.close()
         await redis_client.close(self._client)
 
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
         sealed = self._seal.wrap(f"{tenant}:{name}", head)
-        args = [_hashed(tenant), name, key and _hashed(key), owner, sealed, _ms(ttl_s), *self._bounds]
-        answer = await self._open.run(self._keys, args)
+        args: list[str | bytes | int] = [_hashed(tenant), name]
+        args += [key and _hashed(key), owner, sealed, _ms(ttl_s), *self._bounds]
+        answer = await self._scripts.run("open", args)
         with sensible():
-            known: str = answer.decode()
-        return known
+            return answer[0].decode()
 
     async def append(self, owner: str, appends: list[Append]) -> list[AppendOutcome]:
         outcomes: list[AppendOutcome] = []
@@ -79,13 +79,13 @@ class RedisJournals:
                 place = f"{tenant}:{name}" if number == HEAD else f"{tenant}:{name}/{number}"
                 sealed = self._seal.wrap(place, entry) if entry else entry
                 args += (_hashed(tenant), name, number, sealed, _ms(ttl_s))
-            answer = await self._append.run(self._keys, args)
+            answer = await self._scripts.run("append", args)
             with sensible():
-                outcomes += map(AppendOutcome, answer)
+                outcomes += [AppendOutcome(int(each)) for each in answer]
         return outcomes
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
-        answer = await self._read.run([*self._keys, self._leases], [_hashed(tenant), name, since, self._lease_ms])
+        answer = await self._scripts.run("read", [_hashed(tenant), name, since, self._lease_ms])
         if not answer:
             return None
         with sensible():
@@ -99,11 +99,11 @@ class RedisJournals:
                 if entry is None:
                     break
                 entries.append(entry)
-            return Journal(head, entries, owner.decode(), bool(is_owned), int(age_ms) / 1000)
+            return Journal(head, entries, owner.decode(), is_owned == b"1", int(age_ms) / 1000)
 
     async def claim(self, tenant: str, name: str, owner: str, *, ttl_s: float, by_force: bool = False) -> bool:
-        args = [_hashed(tenant), name, owner, _ms(ttl_s), MAX_TTL_MS, self._lease_ms, int(by_force)]
-        return bool(await self._claim.run([*self._keys, self._leases], args))
+        args: list[str | int] = [_hashed(tenant), name, owner, _ms(ttl_s), MAX_TTL_MS, self._lease_ms, int(by_force)]
+        return await self._succeeds("claim", args)
 
     async def release(self, tenant: str, name: str, owner: str, *, ttl_s: float) -> bool:
         return await self._end_ownership(tenant, name, owner, _ms(ttl_s))
@@ -112,7 +112,10 @@ class RedisJournals:
         return await self._end_ownership(tenant, name, owner, 0)
 
     async def _end_ownership(self, tenant: str, name: str, owner: str, ttl_ms: int) -> bool:
-        return bool(await self._release.run(self._keys, [_hashed(tenant), name, owner, ttl_ms, MAX_TTL_MS]))
+        return await self._succeeds("release", [_hashed(tenant), name, owner, ttl_ms, MAX_TTL_MS])
+
+    async def _succeeds(self, script: str, args: Sequence[str | bytes | int]) -> bool:
+        return await self._scripts.run(script, args) == (b"1",)
 
 
 def _hashed(text: str) -> str:

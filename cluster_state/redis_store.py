@@ -20,6 +20,7 @@ from typing import Any
 from kvferry.cluster_state import redis_client, redis_scripts, row_scripts
 from kvferry.cluster_state.direct_script import DirectScript
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, store_hashes
+from kvferry.cluster_state.journal_calls import RedisJournalScripts
 from kvferry.cluster_state.lease_records import LeaseRecords
 from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.query_batching import Query, QueryBatcher
@@ -50,6 +51,7 @@ class RedisStore:
     password_file  contains the password, read at each connection; empty: the URL's password is used
     open_to        who can write to the server without a password, as `check` found (`redis_check.writers`)
     records        the leases as they are written
+    journals       scripts of routers' journals, for routers that cannot reach the server
     seal           signs this process's leases and verifies those of other processes
     """
 
@@ -85,6 +87,7 @@ class RedisStore:
         self._longest = DirectScript(self._client, row_scripts.LONGEST_PREFIX, timeout_s)
         self._epoch, self._present = script(redis_scripts.EPOCH), script(row_scripts.PRESENT)
         self._holders = script(row_scripts.HOLDERS)
+        self.journals = RedisJournalScripts(self._client, cluster, timeout_s)
 
     async def close(self) -> None:
         """Close all connections. Never raises."""

@@ -26,6 +26,7 @@ from kvferry.runtime.http import serve_metrics
 from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.runtime.suspend_aware_clock import LoopClock
+from kvferry.worker.journal_relay import JournalRelay
 from kvferry.worker.lease_relay import LeaseRelay
 from kvferry.worker.media_routes import MediaRoutes
 from kvferry.worker.membership import WITHDRAW_S
@@ -68,6 +69,7 @@ class AdapterNode:
         Raises ConfigError if the engine cannot be used, or was not ready in time."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         LeaseRelay(self._store.records).mount(self.address.app)
+        JournalRelay(self._store.journals).mount(self.address.app)
         endpoints = Endpoints(self.address.node_id, lambda: self.state, lambda: self.draining)
         endpoints.mount(self.address.app)
         self.address.app.post("/role", status_code=202)(self._changes.post_role)

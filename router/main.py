@@ -144,6 +144,8 @@ async def run_router(
         last=LastNodes(settings.data_folder, seal, writes=settings.worker <= 0),
         relayed=store.records,
     )
+    if isinstance(journal_store, RedisJournals):
+        journal_store.fall_back_on(nodes.journal_relay)
     journals = RequestJournals(settings, ownership.owner, metrics.journals, journal_store)
     limits = connection_limits(settings, allow_descriptors())
     snapshots, peers, throttle = SnapshotBuilder(nodes, metrics), WorkerPeers.of(settings), RejectionThrottle()

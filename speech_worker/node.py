@@ -20,6 +20,7 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.speech_worker.assembly import assemble_speech
 from kvferry.speech_worker.runtime import SpeechRuntime
+from kvferry.worker.journal_relay import JournalRelay
 from kvferry.worker.lease_relay import LeaseRelay
 from kvferry.worker.membership import new_epoch
 from kvferry.worker.node_address import NodeAddress
@@ -49,6 +50,7 @@ class SpeechNode:
         """Load, join, serve until stopped, drain; return False if a thread ended or hangs. Raises ConfigError."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         LeaseRelay(self._store.records).mount(self.address.app)
+        JournalRelay(self._store.journals).mount(self.address.app)
         self.address.start()
         stopping = asyncio.create_task(stop.requested.wait())
         loading = asyncio.create_task(self._load())

@@ -24,6 +24,7 @@ from kvferry.runtime.signals import StopSignal
 from kvferry.runtime.supervisor_status import SupervisorStatus
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.engine_parts import EngineParts, describe
+from kvferry.worker.journal_relay import JournalRelay
 from kvferry.worker.kv_events.config import read_kv_events_config
 from kvferry.worker.lease_relay import LeaseRelay
 from kvferry.worker.membership import new_epoch, withdraw_now
@@ -84,6 +85,7 @@ class Node:
         """Load, join, serve until asked to stop, drain. Raises ConfigError when the node cannot start."""
         serve_metrics(self.address.app, self.metrics.registry, self._set_gauges)
         LeaseRelay(self._store.records).mount(self.address.app)
+        JournalRelay(self._store.journals).mount(self.address.app)
         self.address.start()
         stopping = asyncio.create_task(stop.requested.wait())
         ending = Ending.UNLOADED

@@ -116,10 +116,16 @@ class AttemptPlanner:
         media = self._spec.media
         return with_encoding(placement, media, self._context.model) if placement and media else placement
 
-    def place_second(self, choices: Sequence[Collection[NodeKey]], reuse: Hits) -> Placement | None:
-        """Place a second attempt that avoids the first of these sets of nodes possible; None if no node has room."""
+    def place_second(
+        self, choices: Sequence[Collection[NodeKey]], reuse: Hits, *, strict: bool = False
+    ) -> Placement | None:
+        """Place a second attempt that avoids the first of these sets of nodes possible; None if no node has room.
+
+        Each set is tried with all nodes that may hang first. strict: not without them."""
         demand = replace(self._demand(), pinned=None, recovers=False)
-        for avoided in choices:
+        suspects = self._context.model.suspects
+        doubtless = [suspects.union(avoided) for avoided in choices]
+        for avoided in doubtless if strict else (*doubtless, *choices):
             with contextlib.suppress(NoNodes, Overloaded):
                 apart = replace(demand, excluded=demand.excluded | {*avoided})
                 return self._timed(self._context.place(apart, reuse, self._groups(again=True)))

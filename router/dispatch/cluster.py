@@ -22,6 +22,7 @@ from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
 from kvferry.router.nodes.node_table import NodeTable
+from kvferry.router.nodes.relayed_journals import RelayedJournalScripts
 from kvferry.router.nodes.relayed_registry import RelayedRegistry, SealedLeases
 from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.nodes.token_streams import TokenStreams
@@ -65,6 +66,7 @@ class RouterCluster:
     relayed             reads leases that nodes relay while the registry does not answer; None: nodes are not asked
 
     nodes, request_log  live nodes, and recent events for the dashboard
+    journal_relay       scripts of the journals, run through nodes
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class RouterCluster:
         self._background_calls = BackgroundCalls()
         self._streams = TokenStreams(self._client)
         self._relayed = RelayedRegistry(self.nodes, self._client, relayed) if relayed is not None else None
+        self.journal_relay = RelayedJournalScripts(self.nodes, self._client)
         clock = self.nodes.clock
         self._shared = RouterServices(
             self.nodes,

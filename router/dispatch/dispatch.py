@@ -9,7 +9,6 @@ import secrets
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 from kvferry.placement.types import Placement
 from kvferry.protocol.errors import Cancelled, KvferryError
@@ -20,7 +19,8 @@ from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.dispatch.events import Event, NodeDrains, NodeSuspected
 from kvferry.router.dispatch.failures import Failure
-from kvferry.router.dispatch.hedging import HedgedAttempts, HedgePolicy, ship_late_s
+from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
+from kvferry.router.dispatch.hedging import HedgePolicy
 from kvferry.router.dispatch.interface import Fork, Output, OutputComplete, RequestSpec, Route
 from kvferry.router.dispatch.migration import Migration
 from kvferry.router.dispatch.prediction import ReuseAccount
@@ -50,14 +50,11 @@ class RequestDispatch:
         self.listen = self._sink.listen
         self._planner = AttemptPlanner(spec, context, self._sequence.tokens, self._preempt, self._inbox.post)
         self.calls_tools = partial(context.session_notes.calls_tools, self._planner.holders, self._wire_id)
-        self._hedge_policy = HedgePolicy(self._hedged, self._planner, context)
+        self._hedge_policy = HedgePolicy(self._hedged, self._planner, context, self._inbox.post)
         self._migration = Migration(self._hedged, self._planner, context, self._sink.receive)
         self._timers: Timers | None = None
         self._record: RequestRecord | None = None
         self._attempts, self._outcome, self._over = 0, "", False
-
-    def __aiter__(self) -> AsyncGenerator[Output]:
-        return self._outputs()
 
     @property
     def fork(self) -> Fork | None:
@@ -75,7 +72,7 @@ class RequestDispatch:
             self._end(cancel=True)
             self._inbox.post(Cancelled("the request was cancelled"))
 
-    async def _outputs(self) -> AsyncGenerator[Output]:
+    async def __aiter__(self) -> AsyncGenerator[Output]:
         if self._over:
             raise Cancelled("the request was cancelled")
         try:
@@ -93,7 +90,7 @@ class RequestDispatch:
                     for delta in self._sequence.push(event):
                         yield self._output(delta)
                     if event.reuse is not None and (leader := self._hedged.leader) and leader.ships and not self._over:
-                        self._timers.expect(ship_late_s(leader.placement))
+                        self._timers.expect(self._hedge_policy.next_late_s())
                 elif isinstance(event, Failure):
                     self._fail(event)
                 elif isinstance(event, NodeDrains):
@@ -137,8 +134,7 @@ class RequestDispatch:
             await self._next()
         if self._over:
             raise Cancelled("the request was cancelled")
-        if self._attempts:
-            self._sequence.restart()
+        self._sequence.restart()
         self._begin(self._wire_id, placement)
 
     async def _hedge(self, *, late: bool) -> None:
@@ -147,13 +143,13 @@ class RequestDispatch:
         The first token decides between them. Each has its own request id, so that it can be cancelled alone."""
 
         def is_due() -> bool:
-            is_late = self._timers is not None and self._timers.late and not self._inbox
-            return not self._over and self._migration.target is None and (is_late or not late)
+            is_stale = late and not (self._timers and self._timers.late and not self._inbox)
+            return not (self._over or self._migration.target or is_stale)
 
         if (hedge := await self._hedge_policy.plan(is_due, late=late)) is not None:
             self._retried(hedge.kind, hedge.nodes, hedge.reason)
             self._begin(f"{self._wire_id}-h{self._attempts}", hedge.placement)
-        elif late and self._timers and self._hedge_policy.waits_for_room:
+        elif late and self._timers and self._hedge_policy.waits_for_blocks:
             self._timers.repeat_late()
 
     def _begin(self, name: str, placement: Placement) -> None:
@@ -165,7 +161,7 @@ class RequestDispatch:
         self._attempts += 1
         if not self.route or self._attempts == 1:
             self._record.sent(placement)
-        self._timers.expect(inf if len(self._hedged.runners) > 1 else self._hedge_policy.late_s(placement))
+        self._timers.expect(self._hedge_policy.next_late_s())
         self._planner.runs_on(self._hedged.nodes)
 
     def _job(self, name: str, placement: Placement) -> Job:
@@ -188,6 +184,8 @@ class RequestDispatch:
                 self._record.sent(self._hedged.leader.placement, migrates=True)
             return
         self._hedged.leave(failure.attempt)
+        if self._timers and self._hedged.runners:
+            self._timers.expect(self._hedge_policy.next_late_s())
         self._prediction.ended(failure.attempt, failure.error)
         step = self._planner.failed(failure, self._hedged.nodes)
         self._retried(step, failure.at_fault, f"{failure.error.code}: {failure.error}")
@@ -236,7 +234,7 @@ class RequestDispatch:
         if timer is Timer.DEADLINE:
             self._inbox.post(self._planner.expired())
         elif timer is Timer.STALL:
-            self._hedged.stall(self._timers.stalled_s if self._timers else 0.0)
+            self._hedge_policy.stall(self._timers.stalled_s if self._timers else 0.0)
         else:
             self._inbox.post(timer)
 

@@ -3,14 +3,18 @@
 A request that waits for room on a crowded decode node moves to one that has room. Nothing is computed before the grant,
 so that costs no budget, and the first attempt is cancelled before the second one asks for blocks.
 
+A second attempt whose own node may hang is replaced by one elsewhere, so that two faults are not waited for in series.
+
 The first token decides between two attempts, unless it comes from the prefill node of an attempt whose decode node may
 hang: then both continue, since each would send the same tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from kvferry.placement.blocks import crowded
 from kvferry.placement.types import NodeKey, NodeView, Placement
@@ -20,6 +24,8 @@ from kvferry.protocol.messages import TokenDelta
 from kvferry.router.dispatch.attempt import Attempt
 from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
+from kvferry.router.dispatch.events import NodeSuspected
+from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
 from kvferry.router.nodes.node_entry import node_key
 
 log = logging.getLogger(__name__)
@@ -28,6 +34,8 @@ LATE_FACTOR, MIN_LATE_S = 3.0, 1.0
 """Multiple of its expected time to first token after which an attempt is late, and the minimum of that in seconds."""
 GRANT_S = 2.0
 """Seconds for which a request waits for room on a crowded decode node before it looks for another one with room."""
+LOOK_AGAIN_S = 0.25
+"""Seconds between two looks for another node while an attempt waits for one that may hang."""
 MAX_NODES_LEFT = 2
 """Maximum number of crowded decode nodes that one request leaves, since it loses its place in each queue."""
 
@@ -40,66 +48,11 @@ def late_s(placement: Placement) -> float:
 
 
 def ship_late_s(placement: Placement) -> float:
-    """Return the seconds, from the prefill node's token on, after which the decode node's first token is late."""
+    """Return the seconds, from the prefill node's token on, after which the decode node's first token is late.
+
+    The prompt's wait for its turn is over by then, so it does not count."""
     step_s = placement.decode.rates.step_s if placement.decode else 0.0
-    return max(MIN_LATE_S, LATE_FACTOR * (placement.first_token_s + step_s))
-
-
-class HedgedAttempts:
-    """Running attempts of a request.
-
-    `runners` maps attempt numbers to attempts; it is read for every token."""
-
-    def __init__(self) -> None:
-        self.runners: dict[int, Attempt] = {}
-
-    @property
-    def leader(self) -> Attempt | None:
-        """Return the winner, or the oldest running attempt."""
-        return next(iter(self.runners.values()), None)
-
-    @property
-    def nodes(self) -> frozenset[NodeKey]:
-        """Return the nodes of all running attempts."""
-        places = [runner.placement for runner in self.runners.values()]
-        return frozenset(node_key(node) for place in places for node in (place.prefill, place.decode) if node)
-
-    def enter(self, attempt: Attempt) -> None:
-        """Add a running attempt."""
-        self.runners[attempt.job.attempt] = attempt
-
-    def keep_only(self, number: int) -> None:
-        """Drop all attempts but `number`, which delivered a token."""
-        for other in self.runners.keys() - {number}:
-            self.leave(other)
-
-    def succeed(self, number: int, successor: Attempt) -> None:
-        """Replace an attempt by its successor after the handover."""
-        self.runners.pop(number).close(cancel=False)
-        self.enter(successor)
-
-    def leave(self, number: int) -> None:
-        """Cancel an attempt that failed or lost."""
-        self.runners.pop(number).close(cancel=True)
-
-    def clear(self) -> list[NodeLease | None]:
-        """Cancel all attempts of a request that will continue elsewhere; return their nodes."""
-        places = [runner.placement for runner in self.runners.values()]
-        for number in list(self.runners):
-            self.leave(number)
-        return [node for place in places for node in (place.prefill, place.decode)]
-
-    def stall(self, stalled_s: float) -> None:
-        """Fail all attempts, since none has made progress for `stalled_s` seconds.
-
-        Their nodes are at fault only if that is late by `late_s`: near its deadline a request stalls sooner."""
-        for runner in self.runners.values():
-            runner.stall(at_fault=stalled_s >= late_s(runner.placement))
-
-    def close(self, *, cancel: bool) -> None:
-        """Close all attempts: the request ended or is given up."""
-        for runner in self.runners.values():
-            runner.close(cancel=cancel)
+    return max(MIN_LATE_S, LATE_FACTOR * (placement.first_token_s - placement.queue_s + step_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +70,52 @@ class HedgePolicy:
 
     A late request needs budget. One whose node may hang does not, since it would soon move elsewhere in any case."""
 
-    def __init__(self, hedged: HedgedAttempts, planner: AttemptPlanner, context: DispatchContext) -> None:
-        self._hedged, self._planner, self._context = hedged, planner, context
+    def __init__(
+        self,
+        hedged: HedgedAttempts,
+        planner: AttemptPlanner,
+        context: DispatchContext,
+        post: Callable[[NodeSuspected], None],
+    ) -> None:
+        self._hedged, self._planner, self._context, self._post = hedged, planner, context, post
         self._left_nodes = 0
         self._overdue: int | None = None
         """Number of the attempt that waits for room and was already late for a hedge."""
         self._suspected: int | None = None
         """Number of the attempt beside which a suspicion started another."""
+        self._look_at = 0.0
+        self._blamed: int | None = None
+        """Number of the attempt whose nodes were blamed for its late token: once, however often it is looked at."""
 
     async def plan(self, is_due: Callable[[], bool], *, late: bool) -> Hedge | None:
         """Return the second attempt, which the caller must start without an await; None if there is to be none.
 
         is_due: whether the reason still holds. late: the reason is a late token; otherwise a suspected node."""
+        hedge = await self._plan(is_due, late=late)
+        waits = self._hedged.second or self._hedged.leader
+        if not late and (hedge is not None or (waits is not None and waits.suspects)):
+            self._look_again()
+        return hedge
+
+    def stall(self, stalled_s: float) -> None:
+        """Fail all attempts, since none has made progress for `stalled_s` seconds."""
+        self._hedged.stall(lambda placement: stalled_s >= late_s(placement))
+
+    async def _plan(self, is_due: Callable[[], bool], *, late: bool) -> Hedge | None:
         first = self._hedged.leader
-        if first is None or len(self._hedged.runners) > 1 or not is_due() or not (late or first.suspects):
+        if first is None or not is_due():
+            return None
+        if len(self._hedged.runners) > 1:
+            return None if late else await self._replacement(is_due)
+        if not (late or first.suspects):
             return None
         if late and self.waits_for_room:
             second, number = await self._elsewhere(first, is_due), first.job.attempt
             if second or first.age_s < late_s(first.placement) or number == self._overdue or not is_due():
                 return second
             self._overdue = number
-        if late:
+        if late and self._blamed != first.job.attempt:
+            self._blamed = first.job.attempt
             self._context.suspect(first.placement, ships=first.ships)
         reuse = await self._planner.reuse()
         suspects = first.suspects
@@ -156,6 +134,12 @@ class HedgePolicy:
         return Hedge(placement, kind, causes, reason)
 
     @property
+    def waits_for_blocks(self) -> bool:
+        """Return whether the only attempt waits for room or for its ship, so that a second one may yet be needed."""
+        first = self._hedged.leader
+        return self.waits_for_room or (first is not None and len(self._hedged.runners) == 1 and first.ships)
+
+    @property
     def waits_for_room(self) -> bool:
         """Return whether the only attempt has no token yet, and its decode node is crowded with waiting requests."""
         first = self._hedged.leader
@@ -163,10 +147,49 @@ class HedgePolicy:
             return False
         return self._is_crowded(first.placement)
 
-    def late_s(self, placement: Placement) -> float:
-        """Return the seconds after which to check an attempt on this placement: it is late, or may wait for room."""
-        limit_s = late_s(placement)
+    def next_late_s(self) -> float:
+        """Return the seconds after which to check the only attempt: it is late, or may wait for room.
+
+        Infinite for two attempts, and for one whose decode node streams."""
+        first = self._hedged.leader
+        if first is None or len(self._hedged.runners) > 1 or first.decoding:
+            return inf
+        if first.ships:
+            return ship_late_s(first.placement)
+        placement, limit_s = first.placement, late_s(first.placement)
         return min(limit_s, GRANT_S) if limit_s > GRANT_S and self._is_crowded(placement) else limit_s
+
+    def _look_again(self) -> None:
+        """Post NodeSuspected again in LOOK_AGAIN_S: another node may have become free or ready by then."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._look_at:
+            self._look_at = loop.time() + LOOK_AGAIN_S
+            loop.call_at(self._look_at, self._post_suspicion)
+
+    def _post_suspicion(self) -> None:
+        if self._hedged.leader is not None:
+            self._post(NodeSuspected(self._hedged.leader.job.attempt))
+
+    async def _replacement(self, is_due: Callable[[], bool]) -> Hedge | None:
+        """End a second attempt whose node may hang, and return one on nodes of which none may; None if it must stay.
+
+        The number of attempts stays the same, so this needs no budget."""
+        second = self._hedged.second
+        if second is None or not second.suspects:
+            return None
+        reuse = await self._planner.reuse()
+        suspects = self._hedged.suspects | self._context.model.suspects
+        if second is not self._hedged.second or not second.suspects or not is_due():
+            return None
+        nodes = [node for node in (second.placement.prefill, second.placement.decode) if node]
+        placement = self._planner.place_second([suspects | self._hedged.nodes, suspects], reuse, strict=True)
+        if placement is None:
+            return None
+        causes = [node for node in nodes if node_key(node) in second.suspects]
+        names = ", ".join(node.node_id for node in causes)
+        log.info("%s: another second attempt in place of that on %s, which may hang", second.job.request_id, names)
+        self._hedged.leave(second.job.attempt)
+        return Hedge(placement, "suspicion", causes, "the second attempt's node may hang, too")
 
     async def _elsewhere(self, first: Attempt, is_due: Callable[[], bool]) -> Hedge | None:
         """End an attempt that waits for room and return one on a decode node that has room; None if there is none."""

@@ -13,7 +13,7 @@ from kvferry.router.dispatch.attempt_planner import AttemptPlanner
 from kvferry.router.dispatch.context import DispatchContext
 from kvferry.router.dispatch.events import Event, NodeDrains
 from kvferry.router.dispatch.failures import Failure
-from kvferry.router.dispatch.hedging import HedgedAttempts
+from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
 from kvferry.router.dispatch.migration_attempt import MigrationAttempt
 from kvferry.router.nodes.node_entry import node_key
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvferry.protocol.messages import TokenDelta
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.events import Event
-from kvferry.router.dispatch.hedging import HedgedAttempts
+from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.dispatch.timers import EventQueue, Timer
 from kvferry.router.dispatch.token_order import OrderedTokens

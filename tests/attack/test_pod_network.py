@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HALF_OPEN = 200
 WORK = (
     "/attempts/prefill", "/attempts/generate", "/attempts/move", "/attempts/cancel", "/adapters", "/role", "/sessions",
-    "/leases",
+    "/leases", "/journals",
     "/attempts/render", "/attempts/transcribe", "/attempts/encode",
     "/streams/router-1", "/streams/router-1/seen", "/docs", "/openapi.json", "/redoc", "/unheard-of", "/",
     "/inference/v1/generate", "/v1/models", "/kv_event_sources", *ABORTS,

@@ -59,6 +59,10 @@ def test_the_longest_pause_comes_first(tmp_path):
     run.spans = [(0.0, 9.0)]
     heads = [part.split(" s at")[0] for part in traced_pauses(run, tmp_path).strip().split("\n\n")]
     assert heads == ["5.0", "3.0", "2.0"]
+    run.late = [(2.5, 5.5)]
+    run.stormy.asked.append(Asked(9, 0.0, 9.0, 8, 0.1, (6.0, 2.5), trace=TRACE))
+    heads = [part.split(" s at")[0] for part in traced_pauses(run, tmp_path).strip().split("\n\n")]
+    assert heads == ["2.5", "5.0", "2.0", "3.0"], "the clients' own loop stood still"
 
 
 def test_a_pause_shows_what_waited_in_its_nodes(tmp_path):

@@ -100,6 +100,8 @@ async def test_the_first_append_may_open_a_journal(store: Store) -> None:
 
 async def test_a_key_names_one_journal_of_its_tenant(store: Store) -> None:
     assert await store.open("ann", "a", "r1", b"1", key="k", ttl_s=9) == ""
+    assert await store.open("ann", "a", "r1", b"1", key="k", ttl_s=9) == "", "a call that was repeated"
+    assert await store.open("ann", "a", "r2", b"1", key="k", ttl_s=9) == "a", "the name is another's"
     assert await store.open("ann", "b", "r2", b"2", key="k", ttl_s=9) == "a"
     assert await store.read("ann", "b") is None
     assert await store.open("bob", "b", "r2", b"2", key="k", ttl_s=9) == ""

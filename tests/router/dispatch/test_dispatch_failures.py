@@ -211,6 +211,7 @@ async def test_silent_stream_is_a_lost_node() -> None:
         await until(lambda: bench["d1"].running == 1)
         bench["d1"].frozen = True
         await until(lambda: bench.nodes.entries["d1", 1].suspected)
+        await until(lambda: not bench.nodes.entries["d1", 1].linked)
         await bench.add(decode("d2"))
         assert ids(await task) == expected(PROMPT, 200)
         assert bench.retries() == {"another_decode": 1}

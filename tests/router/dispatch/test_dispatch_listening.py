@@ -13,7 +13,7 @@ from kvferry.protocol.messages import TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch import jobs
 from kvferry.router.dispatch.events import NodeDrains
-from kvferry.router.dispatch.hedging import HedgedAttempts
+from kvferry.router.dispatch.hedged_attempts import HedgedAttempts
 from kvferry.router.dispatch.timers import EventQueue
 from kvferry.router.dispatch.token_order import OrderedTokens
 from kvferry.router.dispatch.token_sink import TokenSink

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import kvferry.router.dispatch.hedging
+from kvferry.placement.types import Placement
 from kvferry.protocol.errors import Overloaded
 from kvferry.protocol.lease import Load, Rates
-from kvferry.protocol.messages import AttemptFailed, PrefillRequest
+from kvferry.protocol.messages import AttemptFailed, PrefillRequest, Pulse
 from kvferry.router.dispatch.dispatch import RequestDispatch
+from kvferry.router.dispatch.hedging import late_s, ship_late_s
 from kvferry.router.dispatch.interface import Delivered
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.timers import Timer, Timers
@@ -27,6 +29,7 @@ from tests.fake_workers import (
     first_token,
     honest_prefill,
     ids,
+    lease_of,
     prefill,
 )
 from tests.waiting import until
@@ -125,6 +128,20 @@ async def test_where_one_of_both_fails_the_other_goes_on(first: Any, second: Any
         assert len(bench["p1"].prefills) == len(bench["p2"].prefills) == 1
 
 
+async def test_the_attempt_that_is_left_after_the_other_failed_may_be_late_too() -> None:
+    """Nobody looked at it again: it had half of the request's deadline."""
+    scripts = [after(0.5, refuse), hang, honest_prefill]
+
+    async def in_turn(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        async for answer in scripts.pop(0)(worker, request):
+            yield answer
+
+    workers = [prefill(name, prefill_script=in_turn) for name in ("p1", "p2", "p3")]
+    async with Bench([*workers, decode("d1"), decode("d2")]) as bench:
+        assert ids(await collect(bench.start(8))) == expected(PROMPT, 8)
+        assert bench.retries()["hedge"] == 2
+
+
 def ship_after(seconds: float) -> Any:
     async def first_only(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
         yield first_token(request.job)
@@ -144,6 +161,38 @@ async def test_one_whose_blocks_do_not_arrive_after_its_first_token_is_late_agai
         assert second.job.token_ids == (*PROMPT, expected(PROMPT, 1)[0]), "behind the token that is out"
         assert dispatch.route.prefill == "p1"
         assert second.target.node_id != first.target.node_id
+
+
+async def test_a_late_ship_s_second_attempt_avoids_nodes_that_may_hang() -> None:
+    """It went to another prefill node with a decode node that was known to hang, since both differed from the first."""
+
+    async def commits_nothing(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
+        if request.target.node_id == "d1" and worker.node_id == "p2":
+            async for answer in honest_prefill(worker, request):
+                yield answer
+            return
+        yield first_token(request.job)
+        yield SILENCE
+
+    workers = [prefill("p1", prefill_script=commits_nothing), decode("d1")]
+    async with Bench(workers) as bench:
+        task = asyncio.create_task(collect(bench.start(6)))
+        await until(lambda: bench["p1"].prefills)
+        await bench.add(prefill("p2", prefill_script=commits_nothing))
+        await bench.add(decode("d2"))
+        await until(lambda: ("p2", 1) in bench.nodes.entries and bench.nodes.entries["p2", 1].open)
+        await until(lambda: ("d2", 1) in bench.nodes.entries and bench.nodes.entries["d2", 1].open)
+        bench["d2"].pulse = Pulse(engine_s=0.9, usual_s=0.02)
+        assert ids(await task) == expected(PROMPT, 6)
+        assert bench.retries() == {"hedge": 1}
+        assert not bench["d2"].jobs
+
+
+async def test_a_ship_is_late_however_long_its_prompt_waited_for_its_turn() -> None:
+    """A prompt that had waited for seconds behind others was given three times as long for its blocks' way."""
+    place = Placement(lease_of("p1", "prefill"), lease_of("d1", "decode"), 0, 3.1, 3.0, queue_s=2.95)
+    assert late_s(place) > 8
+    assert ship_late_s(place) < 0.5
 
 
 async def test_blocks_that_do_not_arrive_make_the_pair_doubtful_and_not_the_node_that_computed_them() -> None:

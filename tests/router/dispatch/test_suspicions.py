@@ -221,6 +221,35 @@ async def test_nothing_is_begun_elsewhere_without_room() -> None:
         assert bench.retries() == {}
 
 
+async def test_a_node_that_comes_while_the_stream_s_own_may_hang_takes_it() -> None:
+    """Nobody looked again: the stream stood still until its node was lost."""
+    async with Bench([prefill("p1"), decode("d1")]) as bench:
+        task = asyncio.create_task(collect(bench.start(TOKENS)))
+        await until(lambda: bench["d1"]._made)
+        bench["d1"].step_s, bench["d1"].pulse = 30.0, STANDS
+        await until(lambda: bench.nodes.entries["d1", 1].suspected)
+        await asyncio.sleep(0.1)
+        await bench.add(decode("d2"))
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.retries() == {"suspicion": 1}
+
+
+async def test_a_second_attempt_whose_own_node_may_hang_is_replaced() -> None:
+    """Two faults were waited for one after the other: the stream stood still until a node was lost."""
+    async with Bench([decode("d1"), decode("d2")]) as bench:
+        task, here, there = await streaming(bench)
+        bench[there].step_s = bench[here].step_s = 30.0
+        bench[here].pulse = STANDS
+        await until(lambda: bench[there].jobs)
+        bench[there].pulse = STANDS
+        await until(lambda: bench.nodes.entries[there, 1].suspected)
+        await bench.add(decode("d3"))
+        assert ids(await task) == expected(PROMPT, TOKENS)
+        assert bench.retries() == {"suspicion": 2}
+        await until(lambda: bench[here].cancels and bench[there].cancels)
+        assert false_suspicions(bench) == 0
+
+
 async def test_new_requests_avoid_a_suspected_node_while_there_is_another() -> None:
     async with Bench([decode("d1", pulse=STANDS), decode("d2")]) as bench:
         await until(lambda: bench.nodes.entries["d1", 1].suspected)
