@@ -83,8 +83,10 @@ def build_plan(
     drawing = [end - 1 for s, end in zip(slices, ends, strict=True) if s.draws]
     plain = all(s.request.generates and not s.request.wants_prompt_logprobs for s in slices)
     last = tuple(index for index, s in enumerate(slices) if s.draws) if plain else None
-    adapted = adapted_tokens(slices)
-    return lay_out(token_ids, parts, block_size, staging, adapted, drawing=drawing, last=last, groups=groups)
+    adapted, chained = adapted_tokens(slices), len({id(s.request) for s in slices}) < len(slices)
+    return lay_out(
+        token_ids, parts, block_size, staging, adapted, drawing=drawing, last=last, chained=chained, groups=groups
+    )
 
 
 @dataclass(frozen=True, slots=True)

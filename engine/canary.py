@@ -4,7 +4,8 @@ Checksums show that blocks arrived as they were sent, but not that they were rig
 wrongly (other weights than its fingerprint says, another rope, bad memory) produces text that only reads oddly. So for
 some transfers the node recomputes the whole prompt in blocks of its own. It compares block by block, then the next
 token's logits, once after its own blocks and once with the received blocks among them, so that only these can make a
-difference. For a greedy request it compares the first token, too.
+difference. For a greedy request it compares the first token, too. Of a model with recurrent layers it also compares the
+received state with the one that it recomputes, and each logits follow the state of their side.
 
 Transfers of a sender are checked until one agrees, and again after one that differs: the first transfers find a
 misconfigured node. Of later transfers a share is drawn, except those computed with an adapter or with media. A check
@@ -20,15 +21,16 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from kvferry.engine.block_interfaces import CANARY
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.canary_check import CanaryCheck, Computes, draws_likeliest
+from kvferry.engine.canary_state import CanaryStates, CheckedState
 from kvferry.engine.events import BlocksChanged, CanaryChecked, Event
 from kvferry.engine.fault_isolation import DeviceLost
 from kvferry.engine.models.base import ForwardAbandoned, KeepGoing
-from kvferry.engine.request import Request
+from kvferry.engine.request import Key, Request
 from kvferry.engine.request_table import RequestTable
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.process_names import NodeName
@@ -54,7 +56,8 @@ MAX_SENDERS = 4096
 class Canary:
     """Canary checks of one engine, one at a time. Owned by the engine thread.
 
-    rate: share of transfers that are checked. tolerated: see engine.output_tolerance."""
+    rate: share of transfers that are checked. tolerated: see engine.output_tolerance. states: rows for recurrent
+    states, of a model that has them."""
 
     def __init__(
         self,
@@ -66,12 +69,14 @@ class Canary:
         block_size: int,
         rate: float,
         tolerated: float,
+        states: CanaryStates | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._pool, self._request_table, self._runner, self._events = pool, request_table, runner, events
         self._block_size, self._rate, self._tolerated = block_size, rate, tolerated
         self._clock, self._draw = clock, draw
+        self._states = states
         self._check: CanaryCheck | None = None
         self._paused_until = 0.0
         self._agreed: OrderedDict[NodeName, None] = OrderedDict()
@@ -83,8 +88,9 @@ class Canary:
     def landed(self, request: Request, sender: NodeName) -> bool:
         """Note that a transfer brought the K/V of a request's computed tokens, from its first_block on.
 
-        None of these blocks has been replaced by an equal one yet. Returns whether they are checked; the caller then
-        registers all of them before `hold_chain`."""
+        None of these blocks has been replaced by an equal one yet, and the request still has the blocks of a
+        transferred recurrent state. Returns whether they are checked; the caller then registers all of them before
+        `hold_chain`."""
         skipped = request.adapter is not None or request.media is not None
         if self._check is not None or skipped or not self._chosen(sender):
             return False
@@ -92,8 +98,7 @@ class Canary:
         landed = request.block_ids[request.first_block : blocks_for(known, size)]
         if not landed:
             return False
-        keep = max(self._pool.num_blocks // RESERVE_DIVISOR, self._blocks_needed())
-        own = self._pool.acquire(request.key, CANARY, [], blocks_for(known + 1, size) + 1, keep=keep)
+        own, state = self._own(request.key, blocks_for(known + 1, size) + 1, request.state_blocks)
         check = CanaryCheck(
             request.key,
             request.job.router_id,
@@ -106,11 +111,12 @@ class Canary:
             size,
             own or [],
             landed,
+            state,
         )
         if own is None:
             self._report(check, "dropped")
             return False
-        self._pool.holds.hold(request.key, CANARY, landed)
+        self._pool.holds.hold(request.key, CANARY, landed if state is None else [*landed, *state.received])
         self._check = check
         return True
 
@@ -134,7 +140,8 @@ class Canary:
         check = self._check
         if check is None:
             return
-        if self._blocks_needed() > self._pool.available or self._clock() > check.began + MAX_S:
+        short = self._blocks_needed() > self._pool.available
+        if short or not self._rows_suffice() or self._clock() > check.began + MAX_S:
             self._end(check, "dropped")
 
     def pause_s(self) -> float | None:
@@ -176,13 +183,37 @@ class Canary:
         queued = sum(blocks_for(len(r.token_ids) + r.job.ahead, size) for r in here.waiting)
         return queued + len(here.running) + len(here.awaiting)
 
+    def _rows_needed(self) -> int:
+        """Return the number of present requests that have no rows for their recurrent states yet."""
+        here = self._request_table
+        return sum(request.state_rows is None for request in (*here.waiting, *here.awaiting.values()))
+
+    def _rows_suffice(self) -> bool:
+        return self._states is None or self._states.enough_for(self._rows_needed())
+
+    def _own(self, key: Key, count: int, received: Sequence[int]) -> tuple[list[int] | None, CheckedState | None]:
+        """Take `count` blocks and a state for a check, unless requests may need them; no blocks: both lack."""
+        state = None
+        if self._states is not None:
+            state = self._states.open(received, self._rows_needed())
+            if state is None:
+                return None, None
+        keep = max(self._pool.num_blocks // RESERVE_DIVISOR, self._blocks_needed())
+        own = self._pool.acquire(key, CANARY, [], count, keep=keep)
+        if own is None and self._states is not None and state is not None:
+            self._states.close(state)
+        return own, state
+
     def _end(self, check: CanaryCheck, outcome: str) -> None:
         self._check = None
         if outcome == "differed":
             self._pool.forget(check.landed)
             stored, removed = self._pool.changes.drain()
             self._events.append(BlocksChanged(stored, removed))
-        self._pool.release(check.key, CANARY, [*check.chain, *check.own])
+        state, held = check.state, [*check.chain, *check.own]
+        self._pool.release(check.key, CANARY, held if state is None else [*held, *state.received])
+        if self._states is not None and state is not None:
+            self._states.close(state)
         if outcome == "agreed":
             self._agreed[check.sender] = None
             if len(self._agreed) > MAX_SENDERS:

@@ -1,4 +1,4 @@
-"""One canary check: recomputes a received prompt in blocks of its own, and compares its K/V and the next logits."""
+"""One canary check: recomputes a received prompt in blocks of its own, and compares K/V, state and the next logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from kvferry.engine import output_tolerance
 from kvferry.engine.batch_planner import Part
+from kvferry.engine.canary_state import CheckedState
 from kvferry.engine.logits_processors import edited
 from kvferry.engine.models.base import KeepGoing, Model
 from kvferry.engine.request import Key, Request
@@ -27,8 +28,15 @@ class Computes(Protocol):
     def copy_block(self, source: int, target: int) -> None:
         """Copy the K/V of block `source` to `target`."""
 
-    def compute_logits(self, token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing) -> torch.Tensor:
-        """Return float32 logits [rows, vocab] after the last tokens."""
+    def compute_logits(
+        self,
+        token_ids: Sequence[int],
+        part: Part,
+        rows: int,
+        keep_going: KeepGoing,
+        states: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Return float32 logits [rows, vocab] after the last tokens. states: see `Runner.compute_logits`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +49,7 @@ class CanaryCheck:
     began      time of the transfer's arrival
     computed   tokens whose K/V is in `own`; `compared` of its blocks were compared
     chain      blocks that the check holds, parents first: `landed`, those before, and those that replaced some
+    state      recurrent state, of a model with recurrent layers
     distance   largest difference so far; see engine.output_tolerance
     """
 
@@ -55,6 +64,7 @@ class CanaryCheck:
     block_size: int
     own: list[int]
     chain: list[int]
+    state: CheckedState | None = None
     computed: int = 0
     compared: int = 0
     distance: float = 0.0
@@ -72,18 +82,27 @@ class CanaryCheck:
             self._compute(runner, min(max_tokens, self.known - self.computed), keep_going)
             return False
         parts = (Part(chain, self.known, 1) for chain in (self.own, self._mixed(runner)))
-        own, theirs = (runner.compute_logits(self.token_ids, part, 1, keep_going)[0] for part in parts)
+        states = (None, None) if self.state is None else self.state.ends
+        own, theirs = (
+            runner.compute_logits(self.token_ids, part, 1, keep_going, rows)[0]
+            for part, rows in zip(parts, states, strict=True)
+        )
         self._record(output_tolerance.of_logits(own, theirs))
         return True
 
     def _compute(self, runner: Computes, count: int, keep_going: KeepGoing) -> None:
         ends = self.computed + count == self.known
-        logits = runner.compute_logits(self.token_ids, Part(self.own, self.computed, count), int(ends), keep_going)
+        part, states = Part(self.own, self.computed, count), None if self.state is None else self.state.step
+        logits = runner.compute_logits(self.token_ids, part, int(ends), keep_going, states)
         self.computed += count
+        if self.state is not None:
+            self.state.advance()
         full, beyond = divmod(self.computed, self.block_size)
         self._compare(runner, full, self.block_size)
         if ends and beyond:
             self._compare(runner, full + 1, beyond)
+        if ends and self.state is not None:
+            self._record(self.state.compare())
         if ends and self.greedy:
             self._record(output_tolerance.of_token(logits[0], self.token_ids[-1]))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.draft_states import DraftRows, DraftStates
 from kvferry.engine.prefix_registration import make_findable
 from kvferry.engine.request import Key, Request
 from kvferry.engine.request_table import RequestTable
@@ -36,9 +37,10 @@ class DraftState:
     """Draft model's state of one stream.
 
     known: number of its request's tokens that are the stream's; the rest was drawn here. fits: the draft model's
-    vocabulary has all of them."""
+    vocabulary has all of them. rows: of its recurrent states, which are its request's `state_rows`, too."""
 
     request: Request
+    rows: DraftRows | None = None
     known: int = 0
     fits: bool = True
 
@@ -53,6 +55,8 @@ class DraftState:
         own[same:] = new
         self.known = len(tokens)
         self.request.computed_len = min(self.request.computed_len, same, self.known - 1)
+        if self.rows is not None:
+            self.request.computed_len = self.rows.rewind(self.request.computed_len)
         self.request.hashes = stream.hashes
         return new
 
@@ -65,6 +69,7 @@ class DraftModel:
     a chunk. waited_s: seconds it waited for the cores in the last `draft`."""
 
     def __init__(self, runner: Runner, pool: BlockPool, chunk: int, vocab_size: int, core_turns: CoreTurns) -> None:
+        self._states = None if runner.states is None else DraftStates(len(runner.states.rows))
         self.cost = StepCost()
         self.token_s = self.waited_s = 0.0
         self.runner, self.pool = runner, pool
@@ -107,12 +112,12 @@ class DraftModel:
             return
         shadow.follow(stream)
         self._register(shadow.request)
-        self.pool.release(*shadow.request.holder, shadow.request.block_ids)
+        self._release(shadow)
 
     def forget_all(self) -> None:
         """Drop all streams."""
         for shadow in self._shadows.values():
-            self.pool.release(*shadow.request.holder, shadow.request.block_ids)
+            self._release(shadow)
         self._shadows.clear()
 
     def audit(self, request_table: RequestTable) -> Iterator[None]:
@@ -121,6 +126,8 @@ class DraftModel:
         assert all(request_table.find(key) for key in self._shadows), "the draft model holds streams that have ended"
         held = {block for shadow in self._shadows.values() for block in shadow.request.block_ids}
         assert self.pool.holds.num_held == len(held), "blocks of the draft model leaked"
+        if self._states is not None:
+            self._states.check(shadow.rows for shadow in self._shadows.values() if shadow.rows is not None)
 
     def _shadow(self, stream: Request, count: int) -> DraftState | None:
         """Return the stream's shadow as of now, with room for `count` drafts; None where it can have none."""
@@ -138,16 +145,23 @@ class DraftModel:
             if more is None:
                 return None
             request.block_ids.extend(more)
+        near = request.uncomputed if request.uncomputed <= MAX_CATCH_UP else 1
+        if shadow.rows is not None and not shadow.rows.reserve(near + count - 1):
+            return None
         return shadow
 
     def _open(self, stream: Request) -> DraftState:
-        """Open a stream's state, reusing its cached prefix: its prompt may begin like another one."""
+        """Open a stream's state, reusing its cached prefix: its prompt may begin like another one.
+
+        States of recurrent layers have no checkpoints here, so with them nothing is reused."""
         params = replace(stream.job.params, logprobs=None)
         job = replace(stream.job, token_ids=(), media=(), work=Generate(params))
         shadow = DraftState(Request(job, stream.root, stream.block_size))
-        shadow.follow(stream)
         request = shadow.request
-        found = self.pool.match(request.reusable_hashes)
+        if self._states is not None:
+            shadow.rows = request.state_rows = self._states.open()
+        shadow.follow(stream)
+        found = self.pool.match(request.reusable_hashes) if self._states is None else []
         request.block_ids = self.pool.acquire(*request.holder, found, 0) or []
         request.registered = len(request.block_ids)
         request.computed_len = request.registered * request.block_size
@@ -177,15 +191,26 @@ class DraftModel:
     def _commit(self, part: Slice, drawn: Outcome) -> None:
         request = part.request
         request.computed_len += part.count
+        if isinstance(request.state_rows, DraftRows):
+            request.state_rows.record(part.count)
         if not part.decodes:
             self._register(request)
         if isinstance(drawn, Sampled) and 0 <= drawn.token_id < self._vocab:
             request.token_ids.append(drawn.token_id)
 
+    def _release(self, shadow: DraftState) -> None:
+        """Release its blocks and rows."""
+        self.pool.release(*shadow.request.holder, shadow.request.block_ids)
+        if shadow.rows is not None:
+            shadow.rows.free()
+
     def _register(self, request: Request) -> None:
         """Make the request's full blocks findable.
 
-        Not between two decode steps, whose plan is kept: a block may be replaced by an equal one."""
+        Not between two decode steps, whose plan is kept: a block may be replaced by an equal one. Without a state
+        they would not be of use."""
+        if self._states is not None:
+            return
         full = min(request.computed_len // request.block_size, len(request.hashes))
         make_findable(self.pool, request, full, [request.holder])
         self.pool.changes.drain()

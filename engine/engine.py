@@ -150,9 +150,9 @@ class Engine:
             self._admission.check_first(request.job, first.token_ids, covered, room)
             request.token_ids.extend(first.token_ids)
             request.computed_len = covered or request.computed_len
+            checked = self.canary is not None and self.canary.landed(request, sender)
             if self.states is not None:
                 self.states.arrived(request)
-            checked = self.canary is not None and self.canary.landed(request, sender)
             self.stepper.register(request, whole=shared or checked)
             if self.canary is not None:
                 self.canary.hold_chain(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -90,9 +91,9 @@ class Runner:
         self.beside = inputs.type == "cuda"
         self._block_size = block_size
         self._staging = Staging(inputs)
-        rows = None if states is None else StateInputs(states.rows, Staging(inputs))
+        self._states = None if states is None else StateInputs(states.rows, Staging(inputs))
         groups = 0 if model.info.groups is None else model.info.groups.count
-        self._planner = BatchPlanner(block_size, self._staging, rows, MediaInputs(Staging(inputs)), groups)
+        self._planner = BatchPlanner(block_size, self._staging, self._states, MediaInputs(Staging(inputs)), groups)
 
     @property
     def waited_s(self) -> float:
@@ -168,15 +169,24 @@ class Runner:
 
     @torch.inference_mode()
     def compute_logits(
-        self, token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always
+        self,
+        token_ids: Sequence[int],
+        part: Part,
+        rows: int,
+        keep_going: KeepGoing = always,
+        states: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """Compute a part of a sequence for a canary check.
 
-        Return float32 logits [rows, vocab] after its last tokens, on the host.
+        Return float32 logits [rows, vocab] after its last tokens, on the host. states: rows of the recurrent state to
+        read and to write, for a model that has one.
 
         Raises ForwardAbandoned once `keep_going()` is false."""
         own = token_ids[part.start : part.start + part.count]
         ids, plan = lay_out(own, [part], self._block_size, self._staging)
+        if states is not None:
+            assert self._states is not None, "a model without recurrent layers has no states"
+            plan = replace(plan, states=self._states.between(states[:1], states[1:]))
         with self._core_turns.computing(keep_going) as keep_going:
             try:
                 hidden = self.model.forward(ids, self.kv, plan, keep_going)

@@ -102,19 +102,20 @@ def stride_of(num_blocks: int, min_stride: int) -> int:
 class StateCheckpoints(StatePrefixes):
     """States of one engine's requests. Owned by the engine thread.
 
-    stride: blocks between regular checkpoints; 0: `stride_of`."""
+    memory, row_pool: the rows' tensor, and which rows are free. stride: blocks between regular checkpoints; 0:
+    `stride_of`."""
 
     def __init__(self, pool: BlockPool, memory: StateMemory, block_size: int, stride: int = 0) -> None:
         super().__init__(pool, memory.num_blocks)
-        self._memory, self._block_size = memory, block_size
-        self._rows = StateRowPool(len(memory.rows))
+        self.memory, self._block_size = memory, block_size
+        self.row_pool = StateRowPool(len(memory.rows))
         self.stride = stride or stride_of(self.num_blocks, STRIDE_TOKENS // block_size)
         self._stream_stride = min(self.stride, stride_of(self.num_blocks, COPIED_BLOCKS))
         self.saved_total = self.loaded_total = 0
 
     def rows_used(self) -> float:
         """Return the share of rows that requests have. May be called from any thread."""
-        return self._rows.used
+        return self.row_pool.used
 
     def fresh(self, request: Request, reused: int, needed: int) -> int:
         """Return the blocks with which a transfer takes the request's state to another node, or brings it."""
@@ -125,13 +126,13 @@ class StateCheckpoints(StatePrefixes):
 
         The checkpoint must be here. found: leading blocks that are here. A request whose prompt arrives by a grant
         gets its state by `arrived`."""
-        rows = self._rows.take()
+        rows = self.row_pool.take()
         if rows is None:
             return False
         request.state_rows, rows.shared = rows, found * self._block_size
         if reused and request.grant is None:
             names = state_hashes(request.hashes[reused - 1], self.num_blocks)
-            self._memory.load(self._pool.match(names), rows.load(reused * self._block_size, self._block_size))
+            self.memory.load(self._pool.match(names), rows.load(reused * self._block_size, self._block_size))
             rows.checkpointed = rows.length
             rows.checkpoints.append(reused)
             self.loaded_total += 1
@@ -175,7 +176,7 @@ class StateCheckpoints(StatePrefixes):
         """Load the state that a transfer brought, after the request's computed tokens, and release its blocks."""
         rows = request.state_rows
         assert rows is not None
-        self._memory.load(request.state_blocks, rows.load(request.computed_len, self._block_size))
+        self.memory.load(request.state_blocks, rows.load(request.computed_len, self._block_size))
         self._pool.release(*request.holder, request.state_blocks)
         request.state_blocks = []
 
@@ -184,7 +185,7 @@ class StateCheckpoints(StatePrefixes):
         rows = request.state_rows
         assert rows is not None
         assert rows.length == request.computed_len, "a state that saw other tokens"
-        self._memory.save(rows.before, reserved)
+        self.memory.save(rows.before, reserved)
         return list(reserved)
 
     def end(self, request: Request) -> list[int]:
@@ -197,7 +198,7 @@ class StateCheckpoints(StatePrefixes):
             return []
         self._save_boundary(request)
         request.state_rows = None
-        self._rows.release(rows.rows)
+        self.row_pool.release(rows.rows)
         blocks: list[int] = []
         for count in rows.checkpoints:
             blocks += self._pool.match(state_hashes(request.hashes[count - 1], self.num_blocks))
@@ -215,7 +216,7 @@ class StateCheckpoints(StatePrefixes):
         """Assert that every request with blocks has rows, and that no row is lost."""
         for request in request_table:
             assert bool(request.block_ids) == (request.state_rows is not None), f"{request.key}: blocks without a state"
-        self._rows.check(r.state_rows for r in request_table if r.state_rows is not None)
+        self.row_pool.check(r.state_rows for r in request_table if r.state_rows is not None)
 
     def _save_boundary(self, request: Request) -> None:
         """Save the state after the request's last full block, unless a checkpoint is near or there is no room."""
@@ -233,7 +234,7 @@ class StateCheckpoints(StatePrefixes):
             if taken is None:
                 return
             taken[1:] = sorted(taken[1:])  # neighbours are copied together
-            self._memory.save(row, taken[1:])
+            self.memory.save(row, taken[1:])
             for place, name in enumerate(names, 1):
                 taken[place] = pool.register([(owner(request), REQUEST)], taken[place], name, taken[place - 1])
             pool.release(owner(request), REQUEST, taken)

@@ -72,11 +72,17 @@ class StateRows:
 
 
 class StateRowPool:
-    """Rows that no request has. Owned by the engine thread. total: all rows."""
+    """Rows that no request has, and those lent to others. Owned by the engine thread. total: all rows."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._free = list(range(total))[::-1]
+        self._lent = set[int]()
+
+    @property
+    def free(self) -> int:
+        """Return the number of rows that nobody has."""
+        return len(self._free)
 
     @property
     def used(self) -> float:
@@ -95,7 +101,20 @@ class StateRowPool:
         """Take back rows whose states are not needed any more."""
         self._free += rows
 
+    def lend(self, count: int) -> list[int]:
+        """Take `count` free rows for something other than a request."""
+        rows = self.take_up_to(count)
+        assert len(rows) == count, "too few rows are free"
+        self._lent.update(rows)
+        return rows
+
+    def take_back(self, rows: Iterable[int]) -> None:
+        """Take back rows that were lent."""
+        for row in rows:
+            self._lent.remove(row)
+            self._free.append(row)
+
     def check(self, taken: Iterable[StateRows]) -> None:
-        """Assert that each row is free or of one request."""
-        seen = sorted([*self._free, *(row for each in taken for row in each.rows)])
+        """Assert that each row is free, lent or of one request."""
+        seen = sorted([*self._free, *self._lent, *(row for each in taken for row in each.rows)])
         assert seen == list(range(self.total)), "rows of states are lost, or are of two requests"

@@ -46,7 +46,7 @@ def route(
     correction, float32 [experts]: added to scores for the choice of experts, not for their weights."""
     if routing.tolerance:
         return _rank_by_rank(logits, routing)
-    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
+    scores = logistic(logits) if routing.sigmoid else logits.softmax(-1)
     compared = scores if correction is None else scores + correction
     if routing.kept < routing.groups:
         compared = _of_best_groups(compared, routing)
@@ -57,6 +57,18 @@ def route(
     if routing.renormalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.min_sum)
     return weights * routing.factor, chosen
+
+
+def logistic(x: torch.Tensor) -> torch.Tensor:
+    """Return the logistic function of x [T, n], with the same bits for a number wherever it stands.
+
+    On a CPU PyTorch computes most numbers of a dense tensor by vector instructions and the last ones by others, which
+    round otherwise; the numbers of a tensor with gaps it computes one by one."""
+    if x.device.type != "cpu":
+        return x.sigmoid()
+    spaced = x.new_empty(*x.shape, 2)
+    spaced[..., 0] = x
+    return spaced[..., 0].sigmoid()
 
 
 def _rank_by_rank(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:

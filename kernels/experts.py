@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from kvferry.kernels.decoder_spec import Experts, GroupedGated
-from kvferry.kernels.expert_routing import route
+from kvferry.kernels.expert_routing import logistic, route
 
 Activated = Callable[[torch.Tensor], torch.Tensor]
 """Computes act(gate) * up for gate and up [n, 2 * inner] side by side."""
@@ -49,7 +49,7 @@ def mixed(
     if (shared := experts.shared) is not None:
         common = shared.down(activated(shared.gate_up(x)), torch.float32)
         gate = experts.shared_gate
-        total += common if gate is None else common * gate(x, torch.float32).sigmoid_()
+        total += common if gate is None else common * logistic(gate(x, torch.float32))
     return experts.joined(total).to(x.dtype)
 
 

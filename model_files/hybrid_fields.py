@@ -74,7 +74,9 @@ def _jamba(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
-    """Return Nemotron-H's fields: a layer is a mixer, attention, an MLP or experts, by a text or a list."""
+    """Return Nemotron-H's fields: a layer is a mixer, attention, an MLP or experts, by a text or a list.
+
+    Embeddings are never tied, whatever the config says."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is not None and not isinstance(kinds, list):
         raise ConfigError(f"config.json: layers_block_type must be a list, got {kinds!r:.40}", param="model")
@@ -100,6 +102,7 @@ def _nemotron_h(config: dict[str, Any]) -> dict[str, Any]:
         "hidden_act": config.get("mlp_hidden_act", "relu2"),
         "rms_norm_eps": eps,
         "attention_bias": False,
+        "tie_word_embeddings": False,
     }
 
 

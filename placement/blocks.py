@@ -35,23 +35,25 @@ def uncached_len(node: NodeView, demand: Demand) -> int:
 
 
 def shipped_blocks(node: NodeView, demand: Demand) -> int:
-    """Return the number of prompt blocks that a decode node does not hold."""
-    return blocks_for(demand.total_len, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
+    """Return the number of blocks that a decode node does not hold: of the prompt, and of its state or windows."""
+    size = node.lease.block_size
+    return node.lease.blocks_with(blocks_for(demand.total_len, size) - cached_len(node, demand) // size)
 
 
 def new_blocks(node: NodeView, demand: Demand) -> int:
     """Return the number of blocks that the request adds to a decode node's pool."""
-    return blocks_for(demand.total_len + 1, node.lease.block_size) - cached_len(node, demand) // node.lease.block_size
+    size = node.lease.block_size
+    return node.lease.blocks_with(blocks_for(demand.total_len + 1, size) - cached_len(node, demand) // size)
 
 
 def missing_blocks(node: NodeView, demand: Demand) -> int:
     """Return the number of blocks that must be freed before the request can run; 0 or less if none."""
     load, size, free = node.lease.load, node.lease.block_size, node.free_blocks
-    needed = blocks_for(demand.total_len + 1, size)
-    if needed <= free or load.total_blocks == 0:
+    chain = blocks_for(demand.total_len + 1, size)
+    if node.lease.blocks_with(chain) <= free or load.total_blocks == 0:
         return 0
     held = cached_len(node, demand) // size
-    return needed - held - free - max(0, load.cached_blocks - held)
+    return node.lease.blocks_with(chain - held) - free - max(0, load.cached_blocks - held)
 
 
 def crowded(node: NodeView) -> bool:

@@ -35,7 +35,7 @@ class CacheValue:
 def displaced_blocks(node: NodeView, demand: Demand) -> int:
     """Return the number of cached blocks that the prompt evicts from a node's pool, after the prompts queued there."""
     load, size = node.lease.load, node.lease.block_size
-    fresh = blocks_for(uncached_len(node, demand), size)
+    fresh = node.lease.blocks_with(blocks_for(uncached_len(node, demand), size))
     return min(max(0, fresh - node.unclaimed_blocks), load.cached_blocks)
 
 

@@ -106,11 +106,16 @@ class NodeView:
         read_s = rates.store_block_s / lease.block_size
         made.gain_s = max(0.0, 1 / rate - read_s) if read_s else 0.0
         made.total_blocks = total
-        made.pool_tokens = total * lease.block_size
+        made.pool_tokens = _longest_chain(lease, total) * lease.block_size
         made.free_blocks = free
         made.unclaimed_blocks = max(0, load.free_blocks - self.waiting_tokens // lease.block_size)
         made.ready_blocks = free + load.cached_blocks if load.total_blocks else UNKNOWN_BLOCKS
         made.spare_blocks = MAX_BACKLOG * total - load.active_blocks - self.pending_blocks
+
+
+def _longest_chain(lease: NodeLease, total_blocks: int) -> int:
+    """Return the blocks of the longest chain for which the pool has room, beside its state or its windows' pages."""
+    return max(total_blocks - lease.state_blocks * (lease.window_pages or 1), total_blocks // (1 + lease.state_blocks))
 
 
 def _next_itl_s(lease: NodeLease, streams: int) -> float:

@@ -54,7 +54,8 @@ def decode_halves(demand: Demand, plain: Sequence[NodeView]) -> list[DecodeHalf]
     if not plain:
         return []
     size = plain[0].lease.block_size
-    whole, prompt = blocks_for(demand.total_len + 1, size), blocks_for(demand.total_len, size)
+    lengths = demand.total_len + 1, demand.total_len
+    whole, prompt = (plain[0].lease.blocks_with(blocks_for(length, size)) for length in lengths)
     with_capacity = [node for node in plain if demand.total_len < node.pool_tokens]
     if not demand.recovers:
         with_capacity = [node for node in with_capacity if whole <= node.spare_blocks]
@@ -116,7 +117,7 @@ def displaced(demand: Demand, plain: Sequence[NodeView]) -> list[float]:
     if not demand.worth or not plain:
         return [0.0] * len(plain)
     size, worth = plain[0].lease.block_size, demand.worth
-    fresh = blocks_for(demand.total_len, size)
+    fresh = plain[0].lease.blocks_with(blocks_for(demand.total_len, size))
     return [
         0.0
         if fresh <= node.unclaimed_blocks

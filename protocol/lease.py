@@ -118,6 +118,12 @@ class NodeLease:
         """Return the node as the target of a ship."""
         return DecodeTarget(self.node_id, self.epoch, self.link_address, self.fingerprint)
 
+    def blocks_with(self, chain: int) -> int:
+        """Return the blocks that a request takes there for a chain of `chain` new blocks, and for what goes with it.
+
+        That is a recurrent state, or pages of layers with windows, of at most a window's length."""
+        return chain + self.state_blocks * min(chain, self.window_pages or 1)
+
     def serves_same(self, other: NodeLease) -> bool:
         """Return whether both nodes serve the same model."""
         return self.model == other.model or bool({*self.served_names} & {*other.served_names})

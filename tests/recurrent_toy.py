@@ -40,7 +40,7 @@ class RecurrentToy(ToyModel):
     """between: called before each layer. faults: called in the middle of a pass, and may raise. computed: positions of
     the tokens of all passes that came to their end. at: the layer that is computed."""
 
-    info = ModelInfo("recurrent toy", "toy", 1, 1, 1, VOCAB, 512, state_floats=STATE_FLOATS)
+    info = ModelInfo("recurrent toy", "toy", 1, 1, 1, VOCAB, 512, state_parts=(LAYERS, STATE_FLOATS - LAYERS))
     resumable = True
 
     def __init__(self) -> None:
@@ -90,7 +90,8 @@ class RecurrentToy(ToyModel):
         for begin, end in zip(before, after, strict=True):
             filled = rows[begin, LAYERS:] if begin >= 0 else torch.arange(LAYERS, STATE_FLOATS).float()
             assert filled.tolist() == list(range(LAYERS, STATE_FLOATS)), "a part of a state is lost"
-            rows[end, LAYERS:] = filled
+            if end >= 0:
+                rows[end, LAYERS:] = filled
         self.computed += plan.positions.tolist()
         return (hidden + WRONG * wrong) % VOCAB
 

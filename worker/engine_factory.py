@@ -32,7 +32,7 @@ from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.adapters import read_first
 from kvferry.worker.batch_invariance import require_batch_invariance
-from kvferry.worker.draft_factory import able_to_draft, draft_layout, make_draft
+from kvferry.worker.draft_factory import draft_layout, draft_rows, make_draft
 from kvferry.worker.encode_factory import assemble_encode_node
 from kvferry.worker.encoder_factory import assemble_encoder
 from kvferry.worker.engine_parts import EngineParts, arithmetic
@@ -43,6 +43,7 @@ from kvferry.worker.model_loading import load
 from kvferry.worker.pool_memory import GIB, available_bytes, make_pool, pool_blocks
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.recurrent_states import (
+    checked_states,
     count_rows,
     make_states,
     require_no_ranks,
@@ -87,7 +88,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     media = load_media(settings, source, model.dtype, device)
     if settings.batch_invariant:
         require_batch_invariance(model)
-    small = able_to_draft(load(settings, drafting, device, ops) if drafting is not None else None, model.info)
+    small = load(settings, drafting, device, ops) if drafting is not None else None
     kv_dtype = kv_format(settings, model, small)
     dtype = kv_dtype or model.dtype
     layout = model.info.layout(dtype, settings.block_size)
@@ -96,6 +97,8 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     available = ranks.available(layout, beside) if ranks is not None else available_bytes(device)
     state_rows = count_rows(settings, model.info, available)
     available -= rows_bytes(model.info, state_rows)
+    drafting_rows = draft_rows(small, settings, available)
+    available -= rows_bytes(small.info, drafting_rows) if small is not None else 0
     num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available)
     kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
     limits = step_limits(settings, device, ops.instruction_set if isinstance(ops, CpuOps) else "")
@@ -114,16 +117,16 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     states = make_states(model.info, state_rows, kv, device)
     runner = Runner(model, kv, settings.block_size, masks, pooler, core_turns, states)
     draft = make_draft(
-        small, small_layout, num_blocks, prefix_caching=settings.enable_prefix_caching,
+        small, small_layout, num_blocks, state_rows=drafting_rows, prefix_caching=settings.enable_prefix_caching,
         chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, core_turns=core_turns,
     )  # fmt: skip
     encoding = (media.encoder, media.embeddings) if media is not None else (None, None)
     engine = Engine(config, runner, pool, draft, *encoding)
-    if decodes and settings.canary_rate and engine.states is None:
+    if decodes and settings.canary_rate:
         tolerated = tolerance(model.dtype, dtype, exact=settings.batch_invariant)
         engine.canary = Canary(
-            pool, engine.request_table, runner, engine.events,
-            block_size=settings.block_size, rate=settings.canary_rate, tolerated=tolerated,
+            pool, engine.request_table, runner, engine.events, block_size=settings.block_size,
+            rate=settings.canary_rate, tolerated=tolerated, states=checked_states(engine.states, model.info),
         )  # fmt: skip
     if device.type == "cpu":
         engine.prefault = Prefault(

@@ -144,7 +144,8 @@ def warm_draft(engine: Engine, request: Request, longest: int) -> None:
 
     Raises ConfigError when it cannot compute one."""
     assert engine.draft_model is not None
-    runner = engine.draft_model.runner
+    runner, rows = engine.draft_model.runner, request.state_rows
+    request.state_rows = None if runner.states is None else StateRowPool(ROWS).take()
     longest = min(longest, runner.model.info.max_model_len - 1)
     try:
         if runner.model.device.type == "cuda":
@@ -156,6 +157,7 @@ def warm_draft(engine: Engine, request: Request, longest: int) -> None:
     except Exception as error:
         log.debug("the first step of the draft model failed", exc_info=True)
         raise _useless(runner, error, "speculative_model") from error
+    request.state_rows = rows
 
 
 def _useless(runner: StepRunner, error: Exception, param: str) -> ConfigError:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from kvferry.engine.auxiliary_blocks import AuxiliaryBlocks
+from kvferry.engine.canary_state import CHECK_ROWS, CanaryStates
 from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.prefault import Region
 from kvferry.engine.scheduler import max_running
@@ -52,7 +53,8 @@ def count_rows(settings: WorkerSettings, info: ModelInfo, available: float) -> i
             room // ROWS, settings.max_num_seqs,
         )  # fmt: skip
     drafting = min(seats, DRAFTING) * (ROWS + settings.num_speculative_tokens)
-    return min(room, max(seats * ROWS, drafting))
+    checks = CHECK_ROWS if settings.canary_rate else 0
+    return min(room, max(seats * ROWS, drafting) + checks)
 
 
 def rows_bytes(info: ModelInfo, rows: int) -> int:
@@ -82,6 +84,13 @@ def make_states(info: ModelInfo, rows: int, kv: torch.Tensor, device: torch.devi
         return StateMemory(make_rows(rows, info.state_floats, device), kv)
     except (OSError, OverflowError, RuntimeError, torch.OutOfMemoryError) as error:
         raise ConfigError("out of memory for recurrent states; lower --max-num-seqs", param="max_num_seqs") from error
+
+
+def checked_states(checkpoints: AuxiliaryBlocks | None, info: ModelInfo) -> CanaryStates | None:
+    """Return the rows for canary checks; None for a model without recurrent layers."""
+    if not isinstance(checkpoints, StateCheckpoints):
+        return None
+    return CanaryStates(checkpoints.row_pool, checkpoints.memory, info.state_parts)
 
 
 def rows_in_use(checkpoints: AuxiliaryBlocks | None, states: StateMemory | None) -> Iterator[Region]:

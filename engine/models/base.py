@@ -49,8 +49,9 @@ class ModelInfo:
     Layers without K/V of their own do not count.
 
     revision: names the exact weights and the forms they run in (part of the fingerprint). max_model_len: the model's
-    own limit in tokens. state_floats: float32 numbers of a sequence's recurrent state; 0 without recurrent layers.
-    groups: of layers that live for different times, each with blocks of its own; None: a block has all layers."""
+    own limit in tokens. state_parts: float32 numbers of each part of a sequence's recurrent state (the window of a
+    layer's convolution, its heads' matrices), in order; none without recurrent layers. groups: of layers that live for
+    different times, each with blocks of its own; None: a block has all layers."""
 
     name: str
     revision: str
@@ -60,9 +61,14 @@ class ModelInfo:
     vocab_size: int
     max_model_len: int
     planes: int = 2
-    state_floats: int = 0
+    state_parts: tuple[int, ...] = ()
     layers: tuple[CachedLayer, ...] = ()
     groups: LayerGroups | None = None
+
+    @property
+    def state_floats(self) -> int:
+        """Return the float32 numbers of a sequence's recurrent state; 0 without recurrent layers."""
+        return sum(self.state_parts)
 
     @property
     def head_dims(self) -> frozenset[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.models.config import DecoderConfig
-from kvferry.kernels.sequence_state import StateLayout
 from kvferry.model_files.source import ModelSource
 
 
@@ -23,5 +23,5 @@ def decoder_info(source: ModelSource, config: DecoderConfig, max_model_len: int,
         layers=cached if len(set(cached)) > 1 else (),
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
-        state_floats=StateLayout(config.states).floats,
+        state_parts=tuple(map(math.prod, config.states)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -87,8 +88,7 @@ class Mixers:
             plan,
         )
         if own.norm is None:
-            found = (found.flatten(1).float() * F.silu(gate.float())).to(found.dtype)
-            return dense(own.out, "out_proj", found)
+            return dense(own.out, "out_proj", self._ops.gate_mul(torch.cat([gate, found.flatten(1)], 1)))
         found, gates = found.view(count, own.groups, -1), gate.view(count, own.groups, -1)
         normed = self._ops.gated_rms_norm(
             found, gates, own.norm.view(own.groups, -1), own.eps, norm_first=own.norm_first
@@ -107,7 +107,7 @@ class Mixers:
         )
         found = ops.state_space_scan(
             mixed.view(len(x), channels, 1),
-            F.softplus(own.steps(ranks, torch.float32) + own.dt_bias),
+            ops.time_steps(own.steps(ranks, torch.float32), own.dt_bias, (0.0, math.inf)),
             own.decay,
             ins.view(len(x), 1, state),
             outs.view(len(x), 1, state),
@@ -115,7 +115,7 @@ class Mixers:
             self._state(plan, own.part + 1),
             plan,
         ).flatten(1)
-        return dense(own.out, "out_proj", (found.float() * F.silu(gate.float())).to(x.dtype))
+        return dense(own.out, "out_proj", ops.gate_mul(torch.cat([gate, found], 1)))
 
     def _lightning(self, own: Lightning, x: torch.Tensor, plan: BatchPlan, dense: Dense) -> torch.Tensor:
         heads = F.silu(dense(own.inputs, "in_proj", x)).view(len(x), own.heads, 3, own.dim)

@@ -32,7 +32,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Decoder's parameters on its device; head is the embedding if they are tied."""
+    """Decoder's parameters on its device; head is the embedding if they are tied, unless it has a bias."""
 
     embedding: Linear
     layers: tuple[LayerForm, ...]
@@ -61,7 +61,7 @@ class ParameterLoader:
         self._report(config.num_layers)
         of_logits = config.factors.logits / scale if tied else config.factors.logits
         norm = reader.norm("model.norm", config.hidden_size, of_logits)
-        head = embedding if tied else self._head()
+        head = embedding if tied and not config.head_bias else self._head()
         if self._progress is not None:
             self._progress(1.0)
         return Parameters(embedding, tuple(layers), norm, head)
@@ -69,7 +69,8 @@ class ParameterLoader:
     def _head(self) -> Linear:
         config, reader = self._config, self._reader
         bias = reader.stack([("lm_head.bias", config.vocab_size)], None) if config.head_bias else None
-        return reader.linear([("lm_head.weight", config.vocab_size)], config.hidden_size, bias)
+        name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+        return reader.linear([(name, config.vocab_size)], config.hidden_size, bias)
 
     def _report(self, layers_done: int) -> None:
         if self._progress is not None:

@@ -115,6 +115,7 @@ class Kernels:
         lens: list[int],
         before: Tensor,
         after: Tensor,
+        by_token: bool,
         out: Tensor,
     ) -> None: ...
     def state_space(
@@ -129,6 +130,7 @@ class Kernels:
         lens: list[int],
         before: Tensor,
         after: Tensor,
+        by_token: bool,
         out: Tensor,
     ) -> None: ...
     def gated_norm(

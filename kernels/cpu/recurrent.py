@@ -20,9 +20,11 @@ _MAX_WIDTH = 8
 class CpuRecurrent(TorchRecurrent):
     """Implements `kernels.recurrent_ops.RecurrentOps` in float32 and bfloat16; the reference serves float16.
 
-    A sequence's results have the same bits whatever else is in its batch, and with any number of threads."""
+    A sequence's results have the same bits whatever else is in its batch, and with any number of threads. With
+    _batch_invariant prompts go token by token, so bits do not depend on how they are divided into steps either."""
 
     kernels: Kernels
+    _batch_invariant: bool
 
     def causal_conv(
         self,
@@ -80,7 +82,7 @@ class CpuRecurrent(TorchRecurrent):
             return super().gated_delta_rule(q, k, v, decay, beta, states, plan)
         out = torch.empty(v.shape, dtype=v.dtype)
         q, k, v, decay, beta = map(dense_tokens, (q, k, v, decay, beta))
-        self.kernels.delta_rule(q, k, v, decay, beta, states, *_rows(plan), out)
+        self.kernels.delta_rule(q, k, v, decay, beta, states, *_rows(plan), self._batch_invariant, out)
         return out
 
     def state_space_scan(
@@ -98,7 +100,7 @@ class CpuRecurrent(TorchRecurrent):
             return super().state_space_scan(x, dt, a, b, c, d, states, plan)
         out = torch.empty(x.shape, dtype=x.dtype)
         x, dt, b, c = map(dense_tokens, (x, dt, b, c))
-        self.kernels.state_space(x, dt, a.contiguous(), b, c, d, states, *_rows(plan), out)
+        self.kernels.state_space(x, dt, a.contiguous(), b, c, d, states, *_rows(plan), self._batch_invariant, out)
         return out
 
     def gated_rms_norm(

@@ -161,7 +161,7 @@ class Attempt:
         if prefill := self._prefill_node:
             self._bookings["prefill"] = prefill.reserve(uncached, 0, self._prefill_lost, self._suspect)
         if decode := self.decode_node:
-            blocks = blocks_for(total + 1, decode.lease.block_size)
+            blocks = decode.lease.blocks_with(blocks_for(total + 1, decode.lease.block_size))
             self._bookings["decode"] = decode.reserve(0 if prefill else uncached, blocks, self.lost, self._suspect)
 
     def _settle(self, role: str) -> None:

@@ -232,4 +232,5 @@ class HedgePolicy:
 
 def _has_room(node: NodeView, tokens: int) -> bool:
     """Return whether a decode node has free blocks for `tokens` now; true for every other node."""
-    return node.role != "decode" or not (crowded(node) or blocks_for(tokens, node.lease.block_size) > node.ready_blocks)
+    blocks = node.lease.blocks_with(blocks_for(tokens, node.lease.block_size))
+    return node.role != "decode" or not (crowded(node) or blocks > node.ready_blocks)

@@ -20,6 +20,7 @@ from kvferry.engine.block_interfaces import REQUEST
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.canary import BUSY_S, IDLE_FACTOR, MAX_S, Canary
+from kvferry.engine.canary_state import CHECK_ROWS
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import BlocksChanged, CanaryChecked, Computed, Generated, Reserved
 from kvferry.engine.fault_isolation import DeviceLost
@@ -29,6 +30,8 @@ from kvferry.engine.models import load_model
 from kvferry.engine.models.base import ForwardAbandoned, KeepGoing, Model
 from kvferry.engine.models.decoder import Decoder
 from kvferry.engine.runner import Runner
+from kvferry.engine.state_memory import StateMemory, make_rows
+from kvferry.engine.state_rows import ROWS
 from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import select
 from kvferry.kernels.reference import ReferenceOps
@@ -37,6 +40,7 @@ from kvferry.protocol.messages import Job
 from kvferry.protocol.process_names import NodeName
 from kvferry.protocol.sampling import SamplingParams
 from kvferry.protocol.work import Generate
+from kvferry.worker.recurrent_states import checked_states
 from tests.engine.tiny_models import BLOCK, OURS, VOCAB, save_tiny
 from tests.toy import runner_of
 from tests.waiting import wait_for
@@ -70,7 +74,9 @@ def engine_of(model: Model, cache: torch.dtype | None = None, blocks: int = BLOC
     layout = model.info.layout(cache or model.dtype, BLOCK)
     kv = torch.zeros((blocks, *layout.block_shape), dtype=getattr(torch, layout.dtype))
     config = EngineConfig("f", BLOCK, 120, Limits(24, 8, 8))
-    return Engine(config, Runner(model, kv, BLOCK), BlockPool(blocks, Ledger(blocks)))
+    floats = model.info.state_floats
+    states = StateMemory(make_rows(ROWS * 9 + CHECK_ROWS, floats, CPU), kv) if floats else None
+    return Engine(config, Runner(model, kv, BLOCK, states=states), BlockPool(blocks, Ledger(blocks)))
 
 
 class Pair:
@@ -83,7 +89,8 @@ class Pair:
         tolerated = output_tolerance.tolerance(decode.dtype, cache or decode.dtype, exact=False)
         self.canary = self.decode.canary = Canary(
             self.decode.pool, self.decode.request_table, self.runner, self.decode.events, block_size=BLOCK,
-            rate=rate, tolerated=tolerated, clock=self.clock, draw=lambda: self.chance[0],
+            rate=rate, tolerated=tolerated, states=checked_states(self.decode.states, decode.info), clock=self.clock,
+            draw=lambda: self.chance[0],
         )  # fmt: skip
         self.spoil: Callable[[torch.Tensor], object] = lambda block: None
         self._ships = 0
@@ -359,7 +366,13 @@ def test_nobody_waits(checkpoint: Path) -> None:
     computed: list[int] = []
     look = pair.runner.compute_logits
 
-    def timed(token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always) -> torch.Tensor:
+    def timed(
+        token_ids: Sequence[int],
+        part: Part,
+        rows: int,
+        keep_going: KeepGoing = always,
+        states: object = None,
+    ) -> torch.Tensor:
         pair.clock.now += 0.01
         made = look(token_ids, part, rows, keep_going)
         computed.append(part.count)
@@ -436,7 +449,9 @@ def test_a_loop_looks_while_nobody_is_here_and_stops_at_once_for_whoever_comes(c
     begun, found = threading.Event(), []
     look = pair.runner.compute_logits
 
-    def slow(token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always) -> torch.Tensor:
+    def slow(
+        token_ids: Sequence[int], part: Part, rows: int, keep_going: KeepGoing = always, states: object = None
+    ) -> torch.Tensor:
         begun.set()
         while first and keep_going():
             time.sleep(0.001)

@@ -35,7 +35,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def free_rows(engine: Engine) -> int:
     assert isinstance(engine.states, StateCheckpoints)
-    return len(engine.states._rows._free)
+    return len(engine.states.row_pool._free)
 
 
 def test_right_drafts_save_steps(oracle: Oracle) -> None:

@@ -6,15 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 
+from kvferry.engine.draft_model import MAX_CATCH_UP
 from kvferry.engine.models.hf import transformers_module
+from kvferry.engine.models.loader import load_model
 from kvferry.engine.state_rows import ROWS
+from kvferry.kernels.reference import ReferenceOps
+from kvferry.model_files.source import resolve
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import WorkerSettings
+from kvferry.worker.draft_factory import draft_rows
 from kvferry.worker.engine_factory import assemble
 from kvferry.worker.rates import warm_up
 
+CPU = torch.device("cpu")
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -97,16 +104,25 @@ def test_a_model_with_recurrent_layers_has_drafts_and_rows_for_their_states(tmp_
     assert len(many.rows) == 66 * ROWS, "the rows of requests that do not run are enough"
 
 
-def test_one_with_recurrent_layers_drafts_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_one_with_recurrent_layers_has_rows_for_its_states(recurrent: bool, tmp_path: Path) -> None:
+    save(tmp_path / "model", 4, recurrent=recurrent)
     small = save(tmp_path / "small", 2, recurrent=True)
-    with pytest.raises(ConfigError, match="small has recurrent layers") as refused:
-        assemble(settings(tmp_path, speculative_model=small))
+    engine = assemble(settings(tmp_path, speculative_model=small, max_num_seqs=4)).engine
+    assert engine.draft_model is not None
+    states = engine.draft_model.runner.states
+    assert states is not None
+    assert len(states.rows) == 5 + 8 * (1 + MAX_CATCH_UP + 3), "of all streams, and of eight with all drafts"
+    warm_up(engine)
+    engine.check_integrity()
+
+
+def test_a_draft_model_whose_states_have_no_room_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "model", 4)
+    small = load_model(resolve(save(tmp_path / "small", 2, recurrent=True)), device=CPU, dtype=None, ops=ReferenceOps())
+    with pytest.raises(ConfigError, match="one stream's states of small take") as refused:
+        draft_rows(small, settings(tmp_path), 10 * small.info.state_floats)
     assert refused.value.param == "speculative_model"
-    (tmp_path / "other").mkdir()
-    save(tmp_path / "other/model", 4, recurrent=True)
-    engine = assemble(settings(tmp_path / "other", speculative_model=small)).engine
-    assert engine.draft_model is None
-    assert engine.stepper._speculation
 
 
 def test_an_equal_count_of_other_tokens_is_another_vocabulary(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ void run_delta_rule(void* argument, int member, int, Barrier& barrier) {
     return [&](int64_t item) {
       const int64_t number = item / of_chain, first = item % of_chain * t.together;
       const int64_t* chain = t.seqs.chains + number;
-      const bool chunks = goes_in_chunks(t.seqs, number), alone = chain[1] - chain[0] == 1;
+      const bool chunks = !t.by_token && goes_in_chunks(t.seqs, number), alone = chain[1] - chain[0] == 1;
       ChunksOf<T> c(memory, t.k_dim, t.v_dim);
       for (int64_t seq = chain[0]; seq < chain[1]; ++seq) {
         if (chunks) delta_chunks<T>(t, first, t.together, seq, c);

@@ -125,9 +125,9 @@ class NativeKernels {
   void causal_conv(Array x, Array weight, MaybeArray bias, Array states, const std::vector<int64_t>& lens, Array before,
                    Array after, bool silu, bool gated, Array out);
   void delta_rule(Array q, Array k, Array v, Array decay, Array beta, Array states, const std::vector<int64_t>& lens,
-                  Array before, Array after, Array out);
+                  Array before, Array after, bool by_token, Array out);
   void state_space(Array x, Array dt, Array a, Array b, Array c, MaybeArray d, Array states,
-                   const std::vector<int64_t>& lens, Array before, Array after, Array out);
+                   const std::vector<int64_t>& lens, Array before, Array after, bool by_token, Array out);
   void gated_norm(Array x, Array gate, Array weight, float eps, bool norm_first, Array out);
   void sigmoid_mul(Array x, Array gate, Array out);
   void time_steps(Array x, Array bias, float low, float high, Array out);

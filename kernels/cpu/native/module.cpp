@@ -43,7 +43,7 @@ NB_MODULE(_native, m) {
            "after"_a, "silu"_a, "gated"_a, "out"_a)
       .def("delta_rule", &NativeKernels::delta_rule)
       .def("state_space", &NativeKernels::state_space, "x"_a, "dt"_a, "a"_a, "b"_a, "c"_a, "d"_a.none(), "states"_a,
-           "lens"_a, "before"_a, "after"_a, "out"_a)
+           "lens"_a, "before"_a, "after"_a, "by_token"_a, "out"_a)
       .def("gated_norm", &NativeKernels::gated_norm)
       .def("sigmoid_mul", &NativeKernels::sigmoid_mul)
       .def("time_steps", &NativeKernels::time_steps)

@@ -46,12 +46,14 @@ constexpr int64_t kMaxConvWidth = 8;
 
 // out [T, v_heads, v_dim] = the gated delta rule of q, k [T, k_heads, k_dim], v, decay and beta [T, v_heads]. Tokens are
 // `*_step` apart, and dense. States: [v_heads, k_dim, v_dim]. memory: delta_floats() of each thread. together: heads of an item.
+// by_token: never in chunks, so that a token's bits do not depend on how its prompt is divided.
 struct DeltaTask {
   const void *q, *k, *v;
   void* out;
   const float *decay, *beta;
   int64_t q_step, k_step, v_step, decay_step, beta_step;
   int64_t k_heads, v_heads, k_dim, v_dim, together;
+  bool by_token;
   States states;
   Sequences seqs;
   float* memory;
@@ -60,14 +62,14 @@ struct DeltaTask {
 
 // out [T, heads, dim] = the scan of x, dt [T, heads], b, c [T, groups, n], a [heads], or [heads, n] if `each_state`, and d
 // [heads] or null. Tokens are `*_step` apart, and dense. States: [heads, dim, n]. memory: scan_floats() of each thread.
-// together: heads of an item of chunks.
+// together: heads of an item of chunks. by_token: as of a DeltaTask.
 struct ScanTask {
   const void *x, *b, *c;
   void* out;
   const float *dt, *a, *d;
   int64_t x_step, b_step, c_step, dt_step;
   int64_t heads, dim, groups, n, together;
-  bool each_state;
+  bool each_state, by_token;
   States states;
   Sequences seqs;
   float* memory;

@@ -73,7 +73,7 @@ inline void NativeKernels::causal_conv(Array x, Array weight, MaybeArray bias, A
 }
 
 inline void NativeKernels::delta_rule(Array q, Array k, Array v, Array decay, Array beta, Array states,
-                                      const std::vector<int64_t>& lens, Array before, Array after, Array out) {
+                                      const std::vector<int64_t>& lens, Array before, Array after, bool by_token, Array out) {
   const int kind = kind_of(v);
   const SequenceRows rows(lens, before, after, states);
   const int64_t tokens = rows.tokens();
@@ -81,6 +81,7 @@ inline void NativeKernels::delta_rule(Array q, Array k, Array v, Array decay, Ar
   DeltaTask task{};
   task.v_heads = v.shape(1), task.v_dim = v.shape(2);
   task.k_heads = k.shape(1), task.k_dim = k.shape(2);
+  task.by_token = by_token;
   require(task.k_heads > 0 && task.v_heads % task.k_heads == 0, "heads of keys must divide those of values");
   task.q = of_tokens(q, kind, {tokens, task.k_heads, task.k_dim}), task.q_step = q.stride(0);
   task.k = of_tokens(k, kind, {tokens, task.k_heads, task.k_dim}), task.k_step = k.stride(0);
@@ -98,7 +99,7 @@ inline void NativeKernels::delta_rule(Array q, Array k, Array v, Array decay, Ar
 }
 
 inline void NativeKernels::state_space(Array x, Array dt, Array a, Array b, Array c, MaybeArray d, Array states,
-                                       const std::vector<int64_t>& lens, Array before, Array after, Array out) {
+                                       const std::vector<int64_t>& lens, Array before, Array after, bool by_token, Array out) {
   const int kind = kind_of(x);
   const SequenceRows rows(lens, before, after, states);
   const int64_t tokens = rows.tokens();
@@ -111,7 +112,7 @@ inline void NativeKernels::state_space(Array x, Array dt, Array a, Array b, Arra
   task.b = of_tokens(b, kind, {tokens, task.groups, task.n}), task.b_step = b.stride(0);
   task.c = of_tokens(c, kind, {tokens, task.groups, task.n}), task.c_step = c.stride(0);
   task.dt = static_cast<const float*>(of_tokens(dt, 0, {tokens, task.heads})), task.dt_step = dt.stride(0);
-  task.each_state = a.ndim() == 2;
+  task.each_state = a.ndim() == 2, task.by_token = by_token;
   task.a = static_cast<const float*>(whole(a, 0, a.ndim()));
   require(elements(a) == task.heads * (task.each_state ? task.n : 1), "rates are one per head, or per number of a state");
   if (d) {

@@ -66,7 +66,7 @@ void run_state_space(void* argument, int member, int, Barrier& barrier) {
     return [&](int64_t item) {
       const int64_t number = item / of_chain, part = item % of_chain;
       const int64_t* chain = t.seqs.chains + number;
-      const bool chunks = !t.each_state && t.dim > 1 && goes_in_chunks(t.seqs, number);
+      const bool chunks = !t.each_state && !t.by_token && t.dim > 1 && goes_in_chunks(t.seqs, number);
       if (part >= (chunks ? parts : runs)) return;
       ChunksOf<T> work(memory, t.n, t.dim);
       for (int64_t seq = chain[0]; seq < chain[1]; ++seq)
