@@ -80,12 +80,13 @@ class Connection(asyncio.Protocol):
         self._head_bytes: int | None = 0
         self._ended = self._loop.create_future()
         self._received_at = self._clock()
-        if self._transport.is_closing():
+        if self._transport.is_closing():  # a write would raise RuntimeError
             self._end(ConnectionResetError("the connection was closed"))
-        elif reading is not None:
-            reading(self._transport)
-        self._transport.writelines(request)
-        self._watch()
+        else:
+            if reading is not None:
+                reading(self._transport)
+            self._transport.writelines(request)
+            self._watch()
         error: BaseException | None = asyncio.CancelledError()
         try:
             error = await self._ended

@@ -26,8 +26,8 @@ SILENT_S = 1.0
 """Time without an answer of the registry after which nodes are asked, in seconds: two polls."""
 PERIOD_S, NODE_PERIOD_S = 0.5, 0.002
 """Shortest time between two rounds of questions, and the least for each known node, in seconds."""
-ANSWER_S = 1.0
-"""Longest silence of a node that is asked, in seconds."""
+SILENCE_S, ANSWER_S = 1.0, 3.0
+"""Longest silence of a node that is asked, and longest time of its whole answer, in seconds."""
 ASKED, PROBED = 2, 4
 """Number of connected nodes that each round asks, and of addresses of unconnected ones, which take turns."""
 MAX_RECORDS = 2**14
@@ -72,7 +72,9 @@ class RelayedRegistry:
         return self._table.registry_health.silent_s >= SILENT_S
 
     async def _ask(self) -> None:
-        answers = await asyncio.gather(*map(self._relayed_by, self._next_nodes()))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._relayed_by(node)) for node in self._next_nodes()]
+        answers = [task.result() for task in tasks]
         records = list(dict.fromkeys(chain.from_iterable(answers)))[:MAX_RECORDS]
         leases = self._reader.unsealed(records)
         if leases and self._is_needed:
@@ -98,7 +100,10 @@ class RelayedRegistry:
             records = message.records
 
         try:
-            await self._client.call(node, "GET /leases", b"", ANSWER_S, None, deliver)
-        except KvferryError as error:
-            log.debug("%s relays no leases: %s", node.node_id, error)
+            async with asyncio.timeout(ANSWER_S):
+                await self._client.call(node, "GET /leases", b"", SILENCE_S, None, deliver)
+        except (KvferryError, TimeoutError) as error:
+            log.debug("%s relays no leases: %s", node.node_id, error or "no whole answer in time")
+        except Exception:  # it must not cost what the other nodes relay
+            log.exception("the leases that %s relays could not be read", node.node_id)
         return records

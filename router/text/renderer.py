@@ -10,26 +10,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvferry.protocol.errors import InvalidRequest, Overloaded
+from kvferry.router.text.async_render_child import AsyncRenderChild
 from kvferry.router.text.render_child import START_S
-from kvferry.router.text.render_frames import (
-    COMMAND,
-    DEADLINE_S,
-    ERROR,
-    LENGTH,
-    MAX_ERROR_CHARS,
-    READY,
-    TEXT,
-    TOO_LONG,
-    framed,
-    length_of,
-    longest_text,
-    minimal_environment,
-    parts_of,
-)
+from kvferry.router.text.render_frames import DEADLINE_S, ERROR, MAX_ERROR_CHARS, READY, TEXT, TOO_LONG, longest_text
 from kvferry.router.text.render_slots import FAST_PLACES, SLOW_AFTER_S, Place, RenderSlots
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
@@ -44,32 +30,6 @@ _NICENESS = 10
 """Niceness of a child with a slow rendering."""
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    process: asyncio.subprocess.Process
-    ended: bool = False
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-
-    async def ask(self, content: bytes, longest: int) -> tuple[bytes, str]:
-        """Return kind and text of the answer to a request; raise EOFError if there is none."""
-        requests, answers = self.process.stdin, self.process.stdout
-        assert requests is not None
-        assert answers is not None
-        with contextlib.suppress(ConnectionError):
-            requests.write(framed(content))
-            await requests.drain()
-        length = length_of(await answers.readexactly(LENGTH))
-        if length > longest:
-            raise EOFError
-        try:
-            return parts_of(await answers.readexactly(length))
-        except ValueError:
-            raise EOFError from None
-
-
 class Renderer:
     """Renderer of one model; starts processes when needed and ends them in `close`. Call it on the event loop only."""
 
@@ -77,8 +37,8 @@ class Renderer:
         self._template = template
         self._deadline_s = deadline_s
         self._slots = RenderSlots()
-        self._idle: list[_Child] = []
-        self._children: set[_Child] = set()
+        self._idle: list[AsyncRenderChild] = []
+        self._children: set[AsyncRenderChild] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -98,7 +58,7 @@ class Renderer:
     @property
     def children(self) -> list[int]:
         """Return the ids of the processes that run."""
-        return [child.process.pid for child in self._children]
+        return [child.pid for child in self._children]
 
     async def close(self) -> None:
         """End all processes. Callers that still wait get an error."""
@@ -139,7 +99,7 @@ class Renderer:
             nonlocal refused
             refused = not place.slow and not self._slots.move_to_slow(place)
             if refused:
-                child.end()
+                self._end(child)
             else:
                 _yield_cores(child)
 
@@ -163,28 +123,20 @@ class Renderer:
             else:
                 self._end(child)
 
-    async def _ready(self) -> _Child:
+    async def _ready(self) -> AsyncRenderChild:
         """Return an idle process, started if need be; raise Overloaded if none starts."""
         while self._idle:
             child = self._idle.pop()
-            if child.process.returncode is None:
+            if not child.has_ended:
                 return child
             self._end(child)
         if self._closed:
             raise Overloaded("this server is shutting down", retry_after=1)
         assert self._template is not None
         try:
-            process = await asyncio.create_subprocess_exec(
-                *COMMAND,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,  # an error may quote a prompt
-                env=minimal_environment(),
-                start_new_session=True,  # a terminal's interrupt reaches the router alone
-            )
+            child = await AsyncRenderChild.started()
         except OSError as error:
             raise _unstarted() from error
-        child = _Child(process)
         self._children.add(child)
         try:
             async with asyncio.timeout(START_S):
@@ -198,14 +150,12 @@ class Renderer:
             raise
         return child
 
-    def _end(self, child: _Child) -> None:
-        child.end()
-        if not child.ended:
-            child.ended = True
+    def _end(self, child: AsyncRenderChild) -> None:
+        if child.end():
             self._started(self._reaped(child))
 
-    async def _reaped(self, child: _Child) -> None:
-        await child.process.wait()
+    async def _reaped(self, child: AsyncRenderChild) -> None:
+        await child.reaped()
         self._children.discard(child)
 
 
@@ -213,7 +163,7 @@ def _unstarted() -> Overloaded:
     return Overloaded("the process that renders prompts did not start", retry_after=1)
 
 
-def _yield_cores(child: _Child) -> None:
+def _yield_cores(child: AsyncRenderChild) -> None:
     """Lower the child's scheduling priority, so that other processes run first."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, child.process.pid, _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)

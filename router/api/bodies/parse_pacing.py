@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from itertools import islice
 
 from kvferry.protocol.errors import Overloaded
 from kvferry.router.long_work import LongWork
@@ -30,7 +29,7 @@ COUNT_BYTES = 2**16
 _MARKS = b",{["
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
 Waiting = tuple[float, asyncio.Future[None]]
-"""Cost of a body, and what it waits for."""
+"""Cost of a body in seconds, and what it waits for."""
 
 
 def cost_s(size: int, values: int, objects: int) -> float:
@@ -62,13 +61,20 @@ async def counted(data: bytes) -> tuple[int, int, int]:
 
 
 class ParsePacing:
-    """Pacing of large bodies on one event loop; sources take turns, each with its bodies in order of arrival."""
+    """Pacing of large bodies on one event loop: fair queuing of their costs over sources, each in order of arrival.
+
+    A source's next body has a finish tag: the cost that the source has been given since it began to wait, and that of
+    the body, in virtual time. The least tag is next, so a small body of a new source passes the largest of others."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[str, deque[Waiting]] = {}
-        """Bodies by source, the next source first."""
+        """Bodies by source, in the order in which sources began to wait."""
+        self._started: dict[str, float] = {}
+        """Virtual time at which the next body of each waiting source starts, in seconds of cost."""
+        self._virtual = 0.0
+        """Finish tag of the latest body that was parsed."""
 
     async def turn(self, cost: float, source: str = "") -> None:
         """Wait until a body of this cost (seconds) may be parsed.
@@ -78,53 +84,61 @@ class ParsePacing:
         if cost < LONG_S:
             return
         loop = asyncio.get_running_loop()
-        own_s, shared_s = self._waits(source)
+        own_s, shared_s = self._waits(cost, source)
         if (beyond_s := max(own_s - MAX_WAIT_S, shared_s - MAX_SHARED_WAIT_S)) > 0:
             raise _overloaded(beyond_s)
         if not self._waiting and self._free_at <= loop.time():
             return self._take(cost)
         body = (cost, loop.create_future())
         self._waiting.setdefault(source, deque()).append(body)
+        self._started.setdefault(source, self._virtual)
         self._timer = self._timer or loop.call_at(self._free_at, self._next)
         try:
             async with asyncio.timeout(MAX_SHARED_WAIT_S):
                 await body[1]
         except TimeoutError:
-            own_s, shared_s = self._waits(source)
+            own_s, shared_s = self._waits(cost, source)
             raise _overloaded(max(own_s, shared_s)) from None
         finally:
             self._leave(source, body)
 
-    def _waits(self, source: str) -> tuple[float, float]:
-        """Return how long a new body waits for those of its source alone, and for all before it, in seconds.
-
-        Sources take turns, so the nth body of one waits for at most n of each other one."""
+    def _waits(self, cost: float, source: str) -> tuple[float, float]:
+        """Return how long a new body waits for those of its source alone, and for all before it, in seconds."""
         free_s = max(0.0, self._free_at - asyncio.get_running_loop().time())
-        place = len(self._waiting.get(source, ())) + 1
-        before = {each: sum(cost for cost, _ in islice(queue, place)) for each, queue in self._waiting.items()}
-        return free_s + before.get(source, 0.0) / PARSING_SHARE, free_s + sum(before.values()) / PARSING_SHARE
+        own = sum(each for each, _ in self._waiting.get(source, ()))
+        tag, before = self._started.get(source, self._virtual) + own + cost, own
+        for other, queue in self._waiting.items():
+            finished = self._started[other]
+            for each, _ in queue if other != source else ():
+                if (finished := finished + each) > tag:
+                    break
+                before += each
+        return free_s + own / PARSING_SHARE, free_s + before / PARSING_SHARE
 
     def _leave(self, source: str, body: Waiting) -> None:
         """Forget a body that waits no longer; its turn may have come."""
         queue = self._waiting.get(source, deque())
         if body in queue:
             queue.remove(body)
-            if not queue:
-                del self._waiting[source]
+            self._forget_idle(source)
+
+    def _forget_idle(self, source: str) -> None:
+        if not self._waiting[source]:
+            del self._waiting[source], self._started[source]
 
     def _next(self) -> None:
-        """Let the first body of the next source be parsed."""
+        """Let the body with the least finish tag be parsed."""
         self._timer = None
         if not self._waiting:
             return
-        source = next(iter(self._waiting))
-        queue = self._waiting.pop(source)
-        cost, turn = queue.popleft()
-        if queue:
-            self._waiting[source] = queue  # behind the others
+        source = min(self._waiting, key=lambda each: self._started[each] + self._waiting[each][0][0])
+        cost, turn = self._waiting[source].popleft()
         if not turn.done():  # its client has not left just now
+            self._started[source] += cost
+            self._virtual = max(self._virtual, self._started[source])
             self._take(cost)
             turn.set_result(None)
+        self._forget_idle(source)
         if self._waiting:
             self._timer = asyncio.get_running_loop().call_at(self._free_at, self._next)
 

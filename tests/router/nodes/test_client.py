@@ -79,6 +79,26 @@ def connections_to(node: NodeLease) -> int:
     return sum(bool(c.raddr) and c.raddr.port == port for c in psutil.Process(os.getpid()).net_connections())
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_an_exchange_on_a_connection_that_was_just_lost_is_a_connection_error(run: Callable[[Any], None]) -> None:
+    """A write to a closed transport would raise RuntimeError (uvloop) or ValueError (some versions of asyncio)."""
+
+    async def lost() -> None:
+        async def answer(writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(60)
+
+        async with serving(answer) as (node, _):
+            loop, port = asyncio.get_running_loop(), int(node.http_url.rsplit(":", 1)[1])
+            made = lambda: NodeClient("router")._connection()  # noqa: E731
+            transport, connection = await loop.create_connection(made, "127.0.0.1", port)
+            transport.abort()
+            await asyncio.sleep(0.05)
+            with pytest.raises(ConnectionResetError):
+                await connection.exchange((b"GET / HTTP/1.1\r\n\r\n",), 1.0, None, None)
+
+    run(lost())
+
+
 async def test_frames_arrive_whole_however_their_bytes_are_cut() -> None:
     data = HEAD + chunk(pack(frame("a"))) + chunk(pack(StepFrame())) + chunk(pack(frame("b", "c")) * 2) + chunk(b"")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvferry.cluster_state.lease_seal import LeaseSeal
 from kvferry.cluster_state.memory_store import MemoryStore
@@ -15,6 +18,7 @@ from kvferry.protocol.errors import NodeDown
 from kvferry.protocol.lease import Load, NodeLease
 from kvferry.protocol.relayed_leases import RelayedLeases
 from kvferry.protocol.wire import pack
+from kvferry.router.nodes import relayed_registry
 from kvferry.router.nodes.node_source import LastNodes
 from kvferry.router.nodes.relayed_registry import ASKED, PROBED, SILENT_S, RelayedRegistry, SealedLeases
 from tests.fake_workers import lease_of
@@ -167,3 +171,28 @@ async def test_a_relay_that_says_nonsense_hides_no_other() -> None:
     await relayed(table, Relays(p1=[replace(D2, block_size=0)], d2=[again]))._ask()
     assert ("d1", 2) in table.entries
     assert table[D2].lease == D2
+
+
+async def test_a_relay_that_answers_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never silent, so only the time of the whole answer ends it; what others relay counts."""
+    monkeypatch.setattr(relayed_registry, "ANSWER_S", 0.2)
+    table = await cut(P1, D1, D2)
+    table[D1].broken(NodeDown("killed"))
+    relays = Relays(d2=[replace(D1, epoch=2)])
+
+    class Dripping(Relays):
+        async def call(self, node: NodeLease, *args: Any) -> None:
+            if node.node_id == "p1":
+                await asyncio.sleep(60)
+            await relays.call(node, *args)
+
+    async with asyncio.timeout(20):
+        await relayed(table, Dripping())._ask()
+    assert ("d1", 2) in table.entries
+
+
+async def test_an_unforeseen_error_of_one_relay_costs_no_other() -> None:
+    table = await cut(P1, D1, D2)
+    table[D1].broken(NodeDown("killed"))
+    await relayed(table, Relays(p1=ValueError("unforeseen"), d2=[replace(D1, epoch=2)]))._ask()
+    assert ("d1", 2) in table.entries

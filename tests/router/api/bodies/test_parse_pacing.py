@@ -15,10 +15,13 @@ from kvferry.router.api.bodies.parse_pacing import (
     COUNT_BYTES,
     CREDIT_S,
     LONG_S,
+    MAX_OBJECTS,
     MAX_SHARED_WAIT_S,
+    MAX_VALUES,
     MAX_WAIT_S,
     PARSING_SHARE,
     ParsePacing,
+    cost_s,
     counted,
     measured_s,
 )
@@ -122,6 +125,49 @@ async def test_many_sources_make_no_wait_long() -> None:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert not pace._waiting
+
+
+async def test_sources_with_the_largest_bodies_do_not_shut_out_new_ones() -> None:
+    """Five of them wait for half a minute together; a small body of a sixth source is next."""
+    pace, order = ParsePacing(), list[str]()
+    largest = cost_s(16 * 2**20, MAX_VALUES, MAX_OBJECTS)
+
+    async def one(name: str, cost: float) -> None:
+        await pace.turn(cost, name)
+        order.append(name)
+
+    await pace.turn(CREDIT_S + LONG_S, "first")
+    asked = [asyncio.create_task(one(f"large{number}", largest)) for number in range(5)]
+    await asyncio.sleep(0)
+    small = asyncio.create_task(one("small", LONG_S))
+    await asyncio.wait_for(small, 20)
+    assert order == ["small"]
+    with pytest.raises(Overloaded):
+        await pace.turn(largest, "sixth large one")
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert not pace._waiting
+    assert not pace._started
+
+
+async def test_small_bodies_of_new_sources_do_not_starve_a_large_one() -> None:
+    """Each takes its cost from the lead that it has over the large body."""
+    pace, order = ParsePacing(), list[str]()
+
+    async def one(name: str, cost: float) -> None:
+        await pace.turn(cost, name)
+        order.append(name)
+
+    await pace.turn(CREDIT_S + LONG_S, "first")
+    large = asyncio.create_task(one("large", 3.5 * LONG_S))
+    await asyncio.sleep(0)
+    for number in range(20):
+        await asyncio.wait_for(one(f"s{number}", LONG_S), 20)
+        if large.done():
+            break
+    assert order.index("large") <= 5
+    await large
 
 
 async def test_one_that_others_overtake_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
