@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, quantiles
 
+from benchmarks.known_pauses import KNOWN, KnownPauses, Pauses
 from kvferry.engine.cache_use import CacheUse
 from kvferry.simulate.compare import CASES
 from kvferry.simulate.eviction import EVICTIONS, KnownBlocks
@@ -112,25 +113,28 @@ class Oracle(KnownBlocks):
 
 
 class Replay:
-    """Replay of a trace through one pool.
+    """Replay of a trace through one pool. pauses: true distributions, for the order KNOWN.
 
     found, prompts: tokens; saved_s, whole_s: seconds of computing; pool_s: processor seconds spent in the pool's code;
     ttft_s: of each request."""
 
     def __init__(
-        self, order: str, blocks: int, trace: Sequence[TraceRequest], block_size: int = LARGE.block_size
-    ) -> None:
+        self, order: str, blocks: int, trace: Sequence[TraceRequest], block_size: int = LARGE.block_size,
+        pauses: Pauses | None = None,
+    ) -> None:  # fmt: skip
         self._now = self._free = 0.0
         self._block_size = block_size
         played = events(trace)
-        known = EVICTIONS[0] if order == ORACLE else order
+        asks = {ask.number: ask for ask in trace}
+        known = EVICTIONS[0] if order in (ORACLE, KNOWN) else order
         self.pool = Memory(blocks, known, lambda: self._now)
         if order == ORACLE:
             self.pool.idle = Oracle(self.pool, trace, played, lambda: self._now, block_size)
+        elif pauses is not None:
+            self.pool.idle = KnownPauses(self.pool, asks, lambda: self._now, pauses)
         self.found = self.prompts = self.skipped = 0
         self.saved_s = self.whole_s = self.pool_s = 0.0
         self.ttft_s: list[float] = []
-        asks = {ask.number: ask for ask in trace}
         for self._now, number, leaves in played:
             if leaves:
                 began = time.process_time()
@@ -142,8 +146,9 @@ class Replay:
 
     def _take(self, ask: TraceRequest) -> None:
         size, began = self._block_size, time.process_time()
-        blocks = -(-(ask.prompt_len + ask.output_len) // size)
-        here = self.pool.take(ask.number, wanted(ask, size), blocks, cache_use=ask.cache_use)
+        blocks, use = -(-(ask.prompt_len + ask.output_len) // size), ask.cache_use
+        use.request_id = str(ask.number)
+        here = self.pool.take(ask.number, wanted(ask, size), blocks, cache_use=use)
         if here is not None:
             self.pool.fill(ask.number, ask.hashes)
         self.pool_s += time.process_time() - began
@@ -166,7 +171,7 @@ class Replay:
 def workload(name: str, seed: int) -> list[TraceRequest]:
     """Return a workload at the load of one node of the simulator's cluster, or a trace file."""
     if name not in CASES:
-        return read_trace(Path(name), LARGE.block_size)
+        return read_trace(Path(name), LARGE)
     case = CASES[name]
     return WORKLOADS[case.workload](TraceParams(COUNT, case.rate / NODES, seed, LARGE.block_size))
 

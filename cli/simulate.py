@@ -32,8 +32,9 @@ RATES = (
     ("host-read", "host_block_s", float, "seconds in which a block is read from there"),
     ("kv-disk-blocks", "disk_blocks", int, "KV blocks in the disk tier of a node"),
     ("disk-read", "disk_block_s", float, "seconds in which a block is read from there"),
-    ("encode-rate", "media_tokens_per_s", float, "tokens of images per second of an encode node"),
-    ("media-cache", "media_cache_tokens", int, "tokens of images whose encodings a node keeps"),
+    ("encode-rate", "media_tokens_per_s", float, "tokens of images and audio per second of an encode node"),
+    ("audio-tokens", "audio_tokens_per_s", float, "tokens that stand for a second of audio"),
+    ("media-cache", "media_cache_tokens", int, "tokens of images and audio whose encodings a node keeps"),
     ("overhead", "overhead_s", float, "seconds before a request's first token, other than queueing and computing"),
     (
         "beside",
@@ -153,6 +154,8 @@ def simulate(**options: Any) -> int:
               help="share of prompt tokens that are shared")  # fmt: skip
 @click.option("--image-tokens", default=0, show_default=True, type=click.IntRange(0),
               help="mean tokens of a prompt that stand for images, which encode nodes encode")  # fmt: skip
+@click.option("--audio-seconds", "audio_s", default=0.0, show_default=True, type=click.FloatRange(0),
+              help="mean seconds of audio of a prompt, which encode nodes encode")  # fmt: skip
 @click.option(
     "--share",
     default=0.99,

@@ -102,10 +102,11 @@ ENTRIES = (
     Entry("**MiniMax-01** (lightning attention)", ("minimax",), _RECURRENT),
     Entry(
         "**Qwen2-VL**, **Qwen2.5-VL** and **Qwen3-VL** (dense); the text of **Gemma 3** from 4B on, **Mistral Small "
-        "3.1** and later, **Ministral 3**, **Idefics 3**, **SmolVLM**, **Qwen3.5** and **Qwen2-Audio** runs as their "
-        "families of text",
+        "3.1** and later, **Ministral 3**, **Idefics 3**, **SmolVLM**, **Qwen3.5**, **Qwen2-Audio** and **Voxtral** "
+        "runs as their families of text",
         ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"),
-        "with images, Qwen2-Audio with audio, from safetensors: towers and processors are those of transformers",
+        "with images, Qwen2-Audio and Voxtral with audio, from safetensors: towers and processors are those of "
+        "transformers",
     ),
 )
 _REPLAYED = ("lfm2", "qwen3_5_text", "granitemoehybrid", "bamba")

@@ -17,7 +17,7 @@ from itertools import islice
 
 from kvferry.engine.cache_use import CacheUse, IdleStats, Pause
 from kvferry.engine.idle_chain import AgedChains, IdleChain
-from kvferry.engine.return_rates import ReturnClasses, ReturnRates
+from kvferry.engine.return_rates import ReturnClasses, ReturnRates, turn_level
 from kvferry.protocol.labels import IDLE_KINDS, SESSION_RETURNS
 
 REMEMBERED = 4
@@ -31,7 +31,7 @@ CONTINUES = 0.8
 RANK_S = 1.0
 """Interval in seconds at which the values of all classes are recomputed."""
 MAX_LEVEL = 5
-"""Highest level of a class: turns of a session, or sessions that share a block, from 8 on."""
+"""Highest level of a class of shared blocks: 16 sessions and more."""
 PAUSED, SHARED, COPIED, CLOSED = IDLE_KINDS
 """Kinds of idle blocks (protocol.labels): of a paused session, of several sessions, without a request so far, and of a
 closed session."""
@@ -223,11 +223,11 @@ class ValueEviction:
         )  # fmt: skip
 
     def _rates(self, tenant: str, kind: str, times: int, detail: str = "", tools: int = 0) -> ReturnRates:
-        """Return the rates of a class: kind, what else is known, and a logarithm of prompts or shares.
+        """Return the rates of a class: kind, what else is known, and a level of prompts or shares.
 
-        Chains whose tools are known are classed by the tools, not by prompts. A first prompt counts if its session is
-        named, calls tools, or begins as earlier prompts did: other first prompts mostly come once."""
-        return self._classes.find(tenant, kind + detail, 0 if tools else min(MAX_LEVEL, times.bit_length()), tools)
+        Known tools replace prompts. A first prompt counts if it is named, calls tools, or has a known beginning."""
+        level = 0 if tools else turn_level(times) if kind == PAUSED else min(MAX_LEVEL, times.bit_length())
+        return self._classes.find(tenant, kind + detail, level, tools, alike=kind == PAUSED and not tools)
 
     def _copy(self) -> IdleChain:
         """Return the chain for blocks that no request has used; those of one second share it."""

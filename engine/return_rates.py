@@ -18,10 +18,13 @@ PRIOR_S = 10.0
 _FIRST = tuple(1 / (start + PRIOR_S) for start in _STARTS)
 MEMORY = 512.0
 """Chains whose end was seen, after which a class counts the older ones half."""
-PRIOR, PRIOR_BIN = 4.0, 2.0
-"""Weights of the wider class in the rates of one class, in returns: how often its chains return, and when."""
+PRIOR, PRIOR_BIN, PRIOR_ALIKE = 4.0, 2.0, 6.0
+"""Weights of the wider class in the rates of one class, in returns: how often its chains return, when they do, and
+when they do in classes by turns, whose pauses are alike: more of them end after some turns than after others."""
 BESIDE = 0.5
 """Weight of the two bins beside an age bin in its rate."""
+SINGLE_TURNS, MAX_TURN_LEVEL = 16, 20
+"""Number of prompts of a session from which on levels are logarithms, and the highest level (256 prompts and more)."""
 NEWS = 0.02
 """Share of a class's remembered observations that must change before its values are recomputed."""
 
@@ -33,10 +36,10 @@ class ReturnRates:
     (occurrence/exposure rates). `parent` is a wider class, whose rates count where this one has seen little. Memory is
     fixed, and old observations fade. Weights are shares of a chain: 1 is a whole one."""
 
-    __slots__ = ("_exposed", "_parent", "_returns", "_seen", "_stale", "_values")
+    __slots__ = ("_exposed", "_parent", "_prior", "_returns", "_seen", "_stale", "_values")
 
-    def __init__(self, parent: ReturnRates | None = None) -> None:
-        self._parent = parent
+    def __init__(self, parent: ReturnRates | None = None, prior: float = PRIOR_BIN) -> None:
+        self._parent, self._prior = parent, prior
         self._returns, self._exposed = [0.0] * BINS, [0.0] * BINS
         self._seen = self._stale = 0.0
         self._values: tuple[float, ...] = ()
@@ -72,7 +75,7 @@ class ReturnRates:
         found = []
         for place, rate in enumerate(before):
             seen, seen_s = _around(self._returns, place), _around(self._exposed, place)
-            found.append((seen + PRIOR_BIN) / (seen_s + PRIOR_BIN / (ratio * rate)))
+            found.append((seen + self._prior) / (seen_s + self._prior / (ratio * rate)))
         return found
 
     def values(self) -> Sequence[float]:
@@ -115,6 +118,15 @@ def _indices(rates: Sequence[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
+def turn_level(prompts: int) -> int:
+    """Return the level of sessions with this many prompts: their number below SINGLE_TURNS, then its logarithm.
+
+    Sessions of one kind often end after a similar number of prompts, so each number has rates of its own."""
+    if prompts < SINGLE_TURNS:
+        return prompts
+    return min(MAX_TURN_LEVEL, SINGLE_TURNS + prompts.bit_length() - SINGLE_TURNS.bit_length())
+
+
 class ReturnClasses:
     """Return rates by class: tenant, kind of chain, and a level (of turns, or of sessions that share a block).
 
@@ -128,21 +140,21 @@ class ReturnClasses:
         self._levels: dict[tuple[str, int], ReturnRates] = {}
         self._classes: OrderedDict[tuple[str, str, int, int], ReturnRates] = OrderedDict()
 
-    def find(self, tenant: str, kind: str, level: int, group: int = 0) -> ReturnRates:
-        """Return the rates of a class; group: from 1 on, a part of it."""
+    def find(self, tenant: str, kind: str, level: int, group: int = 0, *, alike: bool = False) -> ReturnRates:
+        """Return the rates of a class. group: from 1 on, a part of it. alike: returns take as long on all levels."""
         key = tenant, kind, level, group
         found = self._classes.get(key)
         if found is None:
-            wider = self.find(tenant, kind, level) if group else self._wider(kind, level)
-            found = self._classes[key] = ReturnRates(wider)
+            wider = self.find(tenant, kind, level) if group else self._wider(kind, level, alike)
+            found = self._classes[key] = ReturnRates(wider, PRIOR_ALIKE if alike else PRIOR_BIN)
             if len(self._classes) > self._max_classes:
                 self._classes.popitem(last=False)
         self._classes.move_to_end(key)
         return found
 
-    def _wider(self, kind: str, level: int) -> ReturnRates:
+    def _wider(self, kind: str, level: int, alike: bool) -> ReturnRates:
         """Return the rates of all tenants' chains of this kind and level."""
         if (found := self._levels.get((kind, level))) is None:
             wider = self._kinds.setdefault(kind, ReturnRates())
-            found = self._levels[kind, level] = ReturnRates(wider)
+            found = self._levels[kind, level] = ReturnRates(wider, PRIOR_ALIKE if alike else PRIOR_BIN)
         return found

@@ -8,7 +8,7 @@ IMAGES_SERVED = (
     *("gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
     *("qwen3_vl_moe", "smolvlm"),
 )
-MEDIA_SERVED = dict.fromkeys(IMAGES_SERVED, "image") | {"qwen2_audio": "audio"}
+MEDIA_SERVED = dict.fromkeys(IMAGES_SERVED, "image") | {"qwen2_audio": "audio", "voxtral": "audio"}
 """Modality of the media of prompts by model type, where a tower runs beside the text (`engine.media.loader`)."""
 TEXT_SERVED = (*MEDIA_SERVED, "gemma3n", "gemma4", "lfm2_vl", "llama4")
 """Model types whose text part runs as a decoder by itself."""

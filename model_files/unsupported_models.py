@@ -19,7 +19,7 @@ _ENCODER = "it is an encoder-decoder; only decoders and Whisper are supported"
 _DECODER_HEAD = "it is a decoder with a classification head; such heads are supported only on encoders"
 _COMPOSITE = (
     "it is multimodal; supported are Gemma 3, 3n and 4, Idefics 3, LFM2-VL, Llama 4, Mistral 3, Qwen-VL, Qwen2-Audio, "
-    "Qwen3.5 and SmolVLM"
+    "Qwen3.5, SmolVLM and Voxtral"
 )
 _QUANTISED_ENCODER = "it is a quantized encoder; only decoders can be quantized"
 

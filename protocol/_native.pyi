@@ -1,14 +1,25 @@
 """The compiled extension (kernels/cpu/native/frames.cpp)."""
 
 from collections.abc import Callable
+from typing import Any
 
-from kvferry.protocol.messages import StepFrame, TokenDelta
+from kvferry.protocol.messages import FirstToken, StepFrame, TokenDelta
+from kvferry.protocol.prefix_reuse import Reuse
 
 def functions(
-    delta: type[TokenDelta], code: int, frame: type[StepFrame]
+    delta: type[TokenDelta],
+    delta_code: int,
+    frame: type[StepFrame],
+    reuse: type[Reuse],
+    reuse_code: int,
+    first: type[FirstToken],
 ) -> tuple[
     Callable[[bytes], StepFrame | None],
     Callable[[tuple[TokenDelta, ...]], bool],
     Callable[[list[TokenDelta]], TokenDelta | None],
+    Callable[[bytes], FirstToken | None],
+    Callable[[Any], bool],
 ]:
-    """Return `decode`, `plain` and `join` (protocol/frames.py); `code` is TokenDelta's number on the wire."""
+    """Return `decode`, `plain`, `join`, `decode_first`, `plain_first` (protocol/frames.py).
+
+    delta_code, reuse_code: the classes' numbers on the wire."""

@@ -1,14 +1,17 @@
-"""Compiled functions that decode, validate and join the token deltas of step frames, where they are installed.
+"""Compiled functions that decode, validate and join token deltas and first tokens, where they are installed.
 
 Without the extension, or with the variable KVFERRY_PURE, everything is left to Python: decoding to the codec, `plain`
-to `message_validation`, `join` to `delta_queue`. The results are the same, and errors come from Python alone."""
+and `plain_first` to `message_validation`, `join` to `delta_queue`. The results are the same, and errors come from
+Python alone."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
-from kvferry.protocol.messages import StepFrame, TokenDelta
+from kvferry.protocol.messages import FirstToken, StepFrame, TokenDelta
+from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import code_of, compiled
 
 
@@ -17,6 +20,8 @@ def _functions() -> (
         Callable[[bytes], StepFrame | None],
         Callable[[tuple[TokenDelta, ...]], bool],
         Callable[[list[TokenDelta]], TokenDelta | None],
+        Callable[[bytes], FirstToken | None],
+        Callable[[Any], bool],
     ]
     | None
 ):
@@ -27,7 +32,7 @@ def _functions() -> (
         from kvferry.protocol import _native
     except ImportError:
         return None
-    return _native.functions(TokenDelta, code_of(TokenDelta), StepFrame)
+    return _native.functions(TokenDelta, code_of(TokenDelta), StepFrame, Reuse, code_of(Reuse), FirstToken)
 
 
 def _left_to_python(_: object) -> None:
@@ -41,5 +46,8 @@ plain: Callable[[tuple[TokenDelta, ...]], bool | None] = _FOUND[1] if _FOUND els
 """Return whether all deltas are valid and hold no more than tokens; otherwise each is to be checked."""
 join: Callable[[list[TokenDelta]], TokenDelta | None] = _FOUND[2] if _FOUND else _left_to_python
 """Return one delta with the tokens of consecutive ones that hold no more than tokens; None for any others."""
+plain_first: Callable[[Any], bool | None] = _FOUND[4] if _FOUND else _left_to_python
+"""Return whether a message is a valid FirstToken with no more than tokens and an account; otherwise it is checked."""
 if _FOUND:
     compiled(code_of(StepFrame), _FOUND[0])
+    compiled(code_of(FirstToken), _FOUND[3])

@@ -90,7 +90,7 @@ def simulate_command(
 
 def _read(path: Path, machine: Machine, load: float, most: int, say: Say) -> list[TraceRequest]:
     """Read the trace's requests, and say so if only the first `most` are used."""
-    asks = read_trace(path, machine.block_size, speed=load, most=most)
+    asks = read_trace(path, machine, speed=load, most=most)
     if len(asks) == most:
         say(f"{path}: the first {most} requests count, as --requests says")
     return asks

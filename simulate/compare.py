@@ -52,6 +52,7 @@ CASES: Mapping[str, Case] = {
     "bursts": Case("bursts", 32),
     "documents": Case("documents", 1.3),
     "pictures": Case("pictures", 60),
+    "recordings": Case("recordings", 160),
     "batch-rows": Case("batch-rows", 34),
     "mixed-models": Case("mixed-models", 60),
     "node-loss": Case("chat", 120, LOSSES),

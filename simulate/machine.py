@@ -25,6 +25,7 @@ class Machine:
     host_blocks, disk_blocks    capacity of the host and disk tiers (`--kv-host-gib`, `--kv-disk-gib`)
     host_block_s, disk_block_s  seconds to read a block from there
     media_tokens_per_s    tokens of images and audio that a node encodes
+    audio_tokens_per_s    tokens that stand for a second of audio
     media_row_bytes, media_cache_tokens   of an encoded token, and tokens whose rows a node keeps
     overhead_s            of a request before its first token, beside queues and computing: router, messages, network
     beside                share of its speed that a prefill node keeps while streams run on a decode node on the same
@@ -48,6 +49,7 @@ class Machine:
     disk_blocks: int = 0
     disk_block_s: float = 0.003_5
     media_tokens_per_s: float = 8_000.0
+    audio_tokens_per_s: float = 25.0
     media_row_bytes: int = 8_192
     media_cache_tokens: int = 131_072
     overhead_s: float = 0.0
@@ -95,7 +97,8 @@ MOST = {
     "chunk_tokens": 1e6, "ship_bytes_per_s": 1e15, "block_size": 1e6, "block_bytes": 1e12, "blocks": 1e7,
     "page_blocks": 1e4, "window_pages": 1e6,
     "max_num_seqs": 1e6, "host_blocks": 1e8, "host_block_s": 3600.0, "disk_blocks": 1e9, "disk_block_s": 3600.0,
-    "media_tokens_per_s": 1e9, "media_row_bytes": 1e6, "media_cache_tokens": 1e9, "overhead_s": 3600.0, "beside": 1.0,
+    "media_tokens_per_s": 1e9, "audio_tokens_per_s": 1e4, "media_row_bytes": 1e6, "media_cache_tokens": 1e9,
+    "overhead_s": 3600.0, "beside": 1.0,
 }  # fmt: skip
 """Upper bounds: beyond them the floating-point clock stops advancing, or a pool exceeds memory."""
 

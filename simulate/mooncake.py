@@ -1,7 +1,8 @@
 """`read_trace`: reads request traces in Mooncake's published format (JSON lines with hash ids).
 
 Each JSON line has `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. There is one hash id per
-512 prompt tokens; equal ids mean that the prompts are equal up to there."""
+512 prompt tokens; equal ids mean that the prompts are equal up to there. `media` is ours and may be missing: see
+`trace_media`."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any
 
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.hashing import HASH_BYTES
+from kvferry.simulate.machine import Machine
+from kvferry.simulate.trace_media import media_of
 from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import hashes_of
 
@@ -26,11 +29,12 @@ MAX_MS = 10**15
 """Largest timestamp in milliseconds, beyond which a float loses milliseconds."""
 
 
-def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0) -> list[TraceRequest]:
+def read_trace(path: Path, machine: Machine, *, speed: float = 1.0, most: int = 0) -> list[TraceRequest]:
     """Return the first `most` requests of the trace (0: all), shifted to begin at 0.
 
-    speed: factor by which they arrive faster. Lines need not be in order of time. Raises ConfigError naming the wrong
-    line."""
+    machine: gives the size of blocks, and the tokens of a second of audio. speed: factor by which they arrive faster.
+    Lines need not be in order of time. Raises ConfigError naming the wrong line."""
+    block_size = machine.block_size
     if ID_TOKENS % block_size:
         raise ConfigError(
             f"block_size must divide {ID_TOKENS}, the tokens of a hash id, got {block_size}", param="block_size"
@@ -39,7 +43,7 @@ def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0
         raise ConfigError(f"speed must be above 0, not {speed}", param="load")
     try:
         with path.open(encoding="utf-8") as lines:
-            trace = list(_asks(lines, block_size, speed, most, path))
+            trace = list(_asks(lines, machine, speed, most, path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="trace") from error
     if not trace:
@@ -48,13 +52,13 @@ def read_trace(path: Path, block_size: int, *, speed: float = 1.0, most: int = 0
     return [replace(ask, at=ask.at - begun) for ask in trace]
 
 
-def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: Path) -> Iterator[TraceRequest]:
+def _asks(lines: Iterable[str], machine: Machine, speed: float, most: int, path: Path) -> Iterator[TraceRequest]:
     number = 0
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            yield _ask(number, json.loads(line), block_size, speed)
+            yield _ask(number, json.loads(line), machine, speed)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{path}, line {line_number} is not valid JSON: {error.msg}", param="trace") from error
         except (ValueError, RecursionError) as error:
@@ -64,7 +68,7 @@ def _asks(lines: Iterable[str], block_size: int, speed: float, most: int, path: 
             return
 
 
-def _ask(number: int, row: Any, block_size: int, speed: float) -> TraceRequest:
+def _ask(number: int, row: Any, machine: Machine, speed: float) -> TraceRequest:
     if type(row) is not dict:
         raise ValueError("a request must be an object")
     if missing := [name for name in FIELDS if name not in row]:
@@ -83,6 +87,7 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> TraceRequest:
             f"hash_ids must be {most - 1} or {most} for input_length {prompt}, one for each {ID_TOKENS} tokens, not "
             f"{len(ids)}"
         )
+    media, block_size = media_of(row.get("media"), prompt, machine.audio_tokens_per_s), machine.block_size
     pieces = _split(ids, block_size)
     whole = prompt // block_size
     hashes = pieces[:whole]
@@ -90,7 +95,7 @@ def _ask(number: int, row: Any, block_size: int, speed: float) -> TraceRequest:
         own = hashes_of([(f"own{number}", prompt - whole * block_size + max(1, output))], block_size)
         hashes = [*hashes, *own]
     session = str(ids[0]) if ids else str(number)
-    return TraceRequest(number, at / 1000 / speed, prompt, max(1, output), tuple(hashes), session=session)
+    return TraceRequest(number, at / 1000 / speed, prompt, max(1, output), tuple(hashes), session=session, media=media)
 
 
 def _split(ids: list[int], block_size: int) -> list[bytes]:

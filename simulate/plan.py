@@ -30,7 +30,8 @@ class Need:
     """Load to plan for. Raises ConfigError for a field out of bounds.
 
     rate: requests per second. prompt, output: mean tokens. reuse: share of a prompt's tokens that are a shared prefix.
-    share: share of the requests that must meet the goal. image_tokens: mean tokens of a prompt's images."""
+    share: share of the requests that must meet the goal. image_tokens: mean tokens of a prompt's images. audio_s: mean
+    seconds of a prompt's audio."""
 
     rate: float
     prompt: int
@@ -38,6 +39,7 @@ class Need:
     reuse: float = 0.0
     share: float = 0.99
     image_tokens: int = 0
+    audio_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < math.inf:
@@ -47,19 +49,20 @@ class Need:
 
 
 def encoding(need: Need, machine: Machine, goal: Goal) -> tuple[int, Goal]:
-    """Return the number of encode nodes, and the rest of the goal once a request's images are encoded.
+    """Return the number of encode nodes, and the rest of the goal once a request's images and audio are encoded.
 
     Encode nodes are busy for BUSY of their time; a request waits for them as in a queue with random arrivals and equal
     service times (M/D/1, Pollaczek and Khinchine). Raises ConfigError if that alone takes longer than the goal."""
-    if not need.image_tokens:
+    tokens = need.image_tokens + need.audio_s * machine.audio_tokens_per_s
+    if not tokens:
         return 0, goal
-    encode_s = need.image_tokens / machine.media_tokens_per_s
+    encode_s = tokens / machine.media_tokens_per_s
     count = max(1, math.ceil(need.rate * encode_s / BUSY))
     load = need.rate * encode_s / count
     first_s = encode_s * (1 + load / (2 * (1 - load)))
     if first_s >= goal.ttft_s:
         raise ConfigError(
-            f"the images of one request take {first_s:.3g} s, the goal is {goal.ttft_s:.3g} s", param="ttft"
+            f"the images and audio of one request take {first_s:.3g} s, the goal is {goal.ttft_s:.3g} s", param="ttft"
         )
     return count, replace(goal, ttft_s=goal.ttft_s - first_s)
 
@@ -192,9 +195,10 @@ def plan_command(
     ttft_ktoken: float,
     itl: float,
     image_tokens: int = 0,
+    audio_s: float = 0.0,
 ) -> int:
     """Run `kvferry plan` and print the result. Raises ConfigError."""
-    need = Need(rate, prompt, output, reuse, share, image_tokens)
+    need = Need(rate, prompt, output, reuse, share, image_tokens, audio_s)
     encode, goal = encoding(need, machine, Goal(ttft, ttft_ktoken, itl))
     if encode:
         say(f"{encode} encode nodes, which leave {goal.ttft_s:.3g} s for the prompt")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import ceil
 
+from kvferry.simulate.machine import Machine
 from kvferry.simulate.tool_agents import several_tools, tool_agents
 from kvferry.simulate.trace_request import TraceRequest
 from kvferry.simulate.trace_writer import TraceParams, Writer
 
 PICTURE_TOKENS = (256, 640, 1280)
 """Tokens that stand for a picture."""
+AUDIO_TOKENS_PER_S = Machine().audio_tokens_per_s
+"""Tokens that stand for a second of a recording."""
+LONGEST_CLIP_S = 30.0
+"""Longest recording in a prompt, in seconds: what a model of audio hears at once."""
 
 
 def low_sharing(params: TraceParams) -> list[TraceRequest]:
@@ -113,6 +119,20 @@ def pictures(params: TraceParams) -> list[TraceRequest]:
     return writer.trace
 
 
+def recordings(params: TraceParams) -> list[TraceRequest]:
+    """Return a trace of chats about recordings of up to half a minute, each of which is new; some bring several."""
+    writer, turns = Writer(params, "recordings"), 2
+    for at in writer.times(params.rate / turns):
+        if writer.full:
+            break
+        clips = [f"clip{len(writer.trace)}-{number}" for number in range(writer.rng.choice((1, 1, 1, 2)))]
+        seconds = [min(LONGEST_CLIP_S, writer.rng.lognormvariate(2.3, 0.7)) for _ in clips]
+        context = [(f"u{len(writer.trace)}", writer.length(60))]
+        context += [(clip, ceil(each * AUDIO_TOKENS_PER_S)) for clip, each in zip(clips, seconds, strict=True)]
+        writer.conversation(at, context, writer.rng.randint(1, 2 * turns - 1), 40, 120, 10.0, media=clips)
+    return writer.trace
+
+
 def batch_rows(params: TraceParams) -> list[TraceRequest]:
     """Return a trace of prompts that share no prefix; half of them are a batch's rows, for which nobody waits."""
     return [replace(ask, background=ask.number % 2 > 0) for ask in low_sharing(params)]
@@ -138,6 +158,7 @@ WORKLOADS: Mapping[str, Callable[[TraceParams], list[TraceRequest]]] = {
     "bursts": bursts,
     "documents": documents,
     "pictures": pictures,
+    "recordings": recordings,
     "batch-rows": batch_rows,
     "mixed-models": mixed_models,
 }

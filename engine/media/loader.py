@@ -46,6 +46,13 @@ def _qwen2_audio(tower: Tower, text: Text) -> MediaFamily:
     return Qwen2Audio(tower, text(tower.config.audio_token_id))
 
 
+def _voxtral(tower: Tower, text: Text) -> MediaFamily:
+    require_decoder()
+    from kvferry.engine.media.voxtral import Voxtral  # imports PyAV, too
+
+    return Voxtral(tower, text(tower.config.audio_token_id))
+
+
 _FAMILIES: dict[str, Made] = {
     "gemma3": lambda tower, text: Gemma3(
         tower, *(text(getattr(tower.config, f"{name}_token_index")) for name in ("image", "boi", "eoi"))
@@ -55,6 +62,7 @@ _FAMILIES: dict[str, Made] = {
     "qwen2_audio": _qwen2_audio,
     "smolvlm": lambda tower, text: Idefics3(tower, text(tower.config.image_token_id)),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _qwen_vl),
+    "voxtral": _voxtral,
 }
 """Families by model_type, those of `MEDIA_SERVED`."""
 _FLOATS = ("F32", "F16", "BF16")

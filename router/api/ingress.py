@@ -60,13 +60,15 @@ class Ingress:
             scope = {**scope, "path": scope["path"].removesuffix(given) + path}
         tenant, call = self._introduced(scope)
 
-        async def begun(message: Message) -> None:
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
-            await self._settle(scope, message["status"], call)
-            await send(message)
-
         def stamped(message: Message) -> Awaitable[None]:
-            return begun(message) if message["type"] == "http.response.start" else send(message)
+            if message["type"] != "http.response.start":
+                return send(message)
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.id.encode())]
+            if message["status"] >= 400 and self._throttle is not None:
+                return self._rejected(scope, message, call, send)
+            if self._throttle is not None and scope["method"] == "POST":
+                self._throttle.served()
+            return send(message)
 
         REQUEST.set(call.id)
         if tenant is None and path not in OPEN_PATHS:
@@ -85,17 +87,14 @@ class Ingress:
         call = scope[CALL] = new_call(headers, name, self._tenant_registry.realm(name), self._timeout_s)
         return tenant, call
 
-    async def _settle(self, scope: Scope, status: int, call: RequestContext) -> None:
-        """Delay a rejection if its client has had too many."""
-        if self._throttle is None:
-            return
-        if status < 400:
-            if scope["method"] == "POST":
-                self._throttle.served()
-        elif status < 500:
+    async def _rejected(self, scope: Scope, message: Message, call: RequestContext, send: Send) -> None:
+        """Begin a response with an error, later if its client has had too many rejections."""
+        assert self._throttle is not None
+        if message["status"] < 500:
             took_s = time.monotonic() - scope.get(READ_AT, call.arrival)
             if delay_s := self._throttle.delay_s(call.tenant or (scope.get("client") or ("",))[0], took_s):
                 await asyncio.sleep(delay_s)
+        await send(message)
 
 
 def by_name(headers: Sequence[tuple[bytes, bytes]]) -> Mapping[str, str]:

@@ -18,12 +18,14 @@ DETAILS = ("auto", "low", "high", "original")
 
 
 class TranslatedPart(dict[str, Any]):
-    """Image of a request that was translated into a chat, as a content part; `field` is where the client wrote it."""
+    """Image or audio of a request that was translated into a chat, as a content part.
+
+    field: where the client wrote it. kind: image_url or audio_url."""
 
     __slots__ = ("field",)
 
-    def __init__(self, url: str, field: str) -> None:
-        super().__init__(type="image_url", image_url={"url": url})
+    def __init__(self, url: str, field: str, kind: str = "image_url") -> None:
+        super().__init__({"type": kind, kind: {"url": url}})
         self.field = field
 
 
@@ -90,13 +92,18 @@ def _source(kind: str, part: Mapping[str, Any], field: str) -> tuple[str, str, s
     if isinstance(part, TranslatedPart):
         return _text(value, "url", field), field, field
     if kind == "input_audio":
-        given = value.get("format")
-        if not isinstance(given, str) or given not in AUDIO_FORMATS:
-            raise refused(f"{at}.format", f"must be one of {', '.join(AUDIO_FORMATS)}, got {given!r}")
-        return f"data:{AUDIO_FORMATS[given]};base64,{_text(value, 'data', f'{at}.data')}", field, f"{at}.data"
+        return audio_url(value, at), field, f"{at}.data"
     if kind == "image_url":
         check_detail(value.get("detail"), f"{at}.detail")
     return _text(value, "url", f"{at}.url"), field, f"{at}.url"
+
+
+def audio_url(value: Mapping[str, Any], field: str) -> str:
+    """Return the data URL of an `input_audio`; raise InvalidMedia naming its field."""
+    given = value.get("format")
+    if not isinstance(given, str) or given not in AUDIO_FORMATS:
+        raise refused(f"{field}.format", f"must be one of {', '.join(AUDIO_FORMATS)}, got {given!r}")
+    return f"data:{AUDIO_FORMATS[given]};base64,{_text(value, 'data', f'{field}.data')}"
 
 
 def check_detail(detail: Any, field: str) -> None:

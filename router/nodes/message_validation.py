@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from kvferry.protocol.errors import KvferryError, from_body
-from kvferry.protocol.frames import plain
+from kvferry.protocol.frames import plain, plain_first
 from kvferry.protocol.messages import AttemptFailed, Deviation, FirstToken, Job, Pulse, ShipDone, StepFrame, TokenDelta
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import WireError, well_typed
@@ -50,6 +50,9 @@ def check_frame(frame: Any) -> StepFrame:
 
 def check_answer(message: Any) -> FirstToken | ShipDone | AttemptFailed:
     """Return a validated message of a prefill's answer; raise WireError if it is invalid."""
+    if plain_first(message):
+        first: FirstToken = message
+        return first
     if isinstance(message, FirstToken):
         _check_delta(message.delta)
         queue_s, compute_s = message.queue_s, message.compute_s

@@ -70,8 +70,8 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
         try:
             process = subprocess.Popen(
                 COMMAND,
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,  # an error may quote a prompt
                 env=minimal_environment(),
                 process_group=0,  # a terminal's interrupt reaches the router alone, and niceness counts

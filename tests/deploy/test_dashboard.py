@@ -38,7 +38,7 @@ PANELS = [
     for panel in board["panels"]
     if panel["type"] != "row"
 ]
-UNITS = {"short", "s", "reqps", "percentunit", "Bps"}
+UNITS = {"short", "s", "reqps", "percentunit", "Bps", "bytes"}
 ROLES = ("prefill", "decode")
 LABELS = {"cluster": "east", "namespace": "ns"}
 

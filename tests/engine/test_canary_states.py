@@ -12,10 +12,13 @@ import torch
 from kvferry.engine import scheduler
 from kvferry.engine.canary_state import CHECK_ROWS
 from kvferry.engine.events import BlocksChanged, CanaryChecked
+from kvferry.engine.models import load_model
 from kvferry.engine.models.base import Model
 from kvferry.engine.state_checkpoints import StateCheckpoints
 from kvferry.engine.state_rows import ROWS
-from tests.engine.test_canary import BLOCK, PROMPT, Pair, load
+from kvferry.kernels.ops import select
+from kvferry.model_files.source import resolve
+from tests.engine.test_canary import BLOCK, CPU, PROMPT, Pair, load
 from tests.engine.tiny_hybrids import HYBRIDS
 from tests.engine.tiny_models import VOCAB, save_tiny
 
@@ -49,6 +52,20 @@ def test_nodes_that_compute_alike_agree(name: str, dtype: torch.dtype, tmp_path:
         assert (found.outcome, found.tokens) == ("agreed", length)
         assert found.distance <= found.tolerated / 2, f"near a false alarm with {length} tokens"
     assert pair.decode.pool.available == pair.decode.pool.num_blocks
+
+
+def test_batch_invariant_nodes_agree_to_the_bit(tmp_path: Path) -> None:
+    """So nothing need be tolerated, of states neither."""
+    config = HYBRIDS["qwen3.5"]()
+    config.head_dim = 32
+    save_tiny(config, tmp_path)
+    ops = select("cpu", CPU, batch_invariant=True)
+    models = [load_model(resolve(str(tmp_path)), device=CPU, dtype=torch.bfloat16, ops=ops) for _ in range(2)]
+    pair = Pair(*models)
+    pair.canary._tolerated = 0.0
+    for length in (1, BLOCK, 43, 90):
+        found = pair.looks(random.Random(length).choices(range(VOCAB), k=length))
+        assert (found.outcome, found.distance) == ("agreed", 0.0)
 
 
 def spoiled(pair: Pair, tokens: list[int]) -> CanaryChecked:

@@ -134,6 +134,24 @@ def test_a_session_stays_for_as_long_as_its_tools_usually_take() -> None:
     assert (house.here(late), house.here(soon)) == (0, 20), "tools take ten seconds here, never ten minutes"
 
 
+def test_tasks_that_end_after_six_turns_give_way_after_the_sixth() -> None:
+    """Classes by the logarithm of turns could not tell the fifth turn from the sixth."""
+    house = House(80)
+    for number in range(30):
+        for turn in range(6):
+            house.ask(prompt(number, 5) + [7] * turn * BS, reason=Pause.TOOL)
+            house.now += 10
+        house.now += 50
+    ended, goes_on = prompt(500, 5), prompt(501, 5)
+    for turn in range(6):
+        house.ask(ended + [7] * turn * BS, reason=Pause.TOOL)
+        if turn:
+            house.ask(goes_on + [7] * (turn - 1) * BS, reason=Pause.TOOL)
+        house.now += 5 if turn == 5 else 10
+    house.ask(prompt(900, 68))
+    assert house.here(goes_on) == 5 > house.here(ended)
+
+
 def test_tools_are_told_apart_by_how_long_they_take() -> None:
     house = House(60)
     for number in range(60):

@@ -7,7 +7,7 @@ from bisect import bisect_right
 
 import pytest
 
-from kvferry.engine.return_rates import BINS, ENDS, MEMORY, ReturnClasses, ReturnRates
+from kvferry.engine.return_rates import BINS, ENDS, MEMORY, ReturnClasses, ReturnRates, turn_level
 
 
 def learn(rates: ReturnRates, pauses: list[float | None], until: float = 600.0) -> None:
@@ -90,3 +90,18 @@ def test_habits_change() -> None:
     learn(rates, [3.0] * int(4 * MEMORY))
     assert value(rates, 1) == pytest.approx(1 / 2, rel=0.5)
     assert len(rates.values()) == BINS
+
+
+def test_levels_of_turns_are_their_numbers_and_then_logarithms() -> None:
+    assert [turn_level(prompts) for prompts in (0, 1, 2, 15, 16, 31, 32, 255, 256, 10**6)] == [
+        0, 1, 2, 15, 16, 16, 17, 19, 20, 20,
+    ]  # fmt: skip
+
+
+def test_classes_that_are_alike_take_longer_to_differ_in_when_chains_return() -> None:
+    classes = ReturnClasses(max_classes=9)
+    learn(classes.find("a", "paused", 1), [10.0] * 300)
+    for level, alike in ((2, True), (3, False)):
+        learn(classes.find("a", "paused", level, alike=alike), [2.0] * 3)
+    same, apart = (classes.find("a", "paused", level) for level in (2, 3))
+    assert value(same, 0) < value(apart, 0), "three returns are a small sample"

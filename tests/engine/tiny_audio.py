@@ -45,7 +45,15 @@ def qwen2_audio() -> Family:
     return Family(config, "<|audio_bos|><|AUDIO|><|audio_eos|>", "<|AUDIO|>")
 
 
-FAMILIES = {"qwen2_audio": qwen2_audio}
+def voxtral() -> Family:
+    tower = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 160, "hidden_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    text = TEXT | heads | {"model_type": "llama", "vocab_size": VOCAB + len(SPECIAL)}
+    config = transformers.VoxtralConfig(text_config=text, audio_config=tower, audio_token_id=IDS["[AUDIO]"])
+    return Family(config, "[BEGIN_AUDIO][AUDIO]", "[AUDIO]")
+
+
+FAMILIES = {"qwen2_audio": qwen2_audio, "voxtral": voxtral}
 
 
 def tokenizer() -> Tokenizer:
@@ -120,7 +128,10 @@ def clips_of(content: Sequence[str | np.ndarray]) -> list[np.ndarray]:
 def oracle(name: str, model: Any, content: Sequence[str | np.ndarray], token_ids: torch.Tensor) -> torch.Tensor:
     """float32 [T, vocabulary] of transformers' whole model."""
     given, own = {}, processor()
-    if clips := clips_of(content):
+    clips = clips_of(content)
+    if clips and name == "voxtral":
+        given = {"input_features": torch.cat([windows(each) for each in clips])}
+    elif clips:
         made = own(clips, sampling_rate=RATE, padding="max_length", return_attention_mask=True, return_tensors="pt")
         given = {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
     ids = token_ids[None]
@@ -128,8 +139,24 @@ def oracle(name: str, model: Any, content: Sequence[str | np.ndarray], token_ids
     return logits
 
 
+def windows(samples: np.ndarray) -> torch.Tensor:
+    """Spectrograms of a clip's windows, by Voxtral's processor of transformers."""
+    from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+    own = type("Extractor", (), {"feature_extractor": processor()})()
+    given = {"sampling_rate": RATE, "padding": True, "truncation": False, "pad_to_multiple_of": WINDOW_S * RATE}
+    found: torch.Tensor = VoxtralProcessor._retrieve_input_features(
+        own, [samples], 100 * WINDOW_S, return_tensors="pt", **given
+    )
+    return found
+
+
 def expansion(name: str, samples: np.ndarray) -> str:
-    """What the family's processor of transformers writes in place of the template's token for one clip."""
+    """What the family's processor of transformers writes in place of the template's token for one clip.
+
+    That of Voxtral is in mistral-common: 375 tokens for each half minute that has begun, here 10 for each second."""
+    if name == "voxtral":
+        return "[AUDIO]" * 10 * -(-len(samples) // (WINDOW_S * RATE))
     from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
     audio = clips_of([samples])

@@ -205,6 +205,18 @@ inline __m512bh to_bf16_pair(__m512 upper, __m512 lower) {
   return both;
 }
 
+inline __mmask16 compared(__m512 a, __m512 b, int predicate) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= (predicate == _CMP_GE_OQ ? a[i] >= b[i] : throw predicate) << i;
+  return mask;
+}
+
+inline __m512 scaled_where(__mmask16 mask, __m512 a, __m512 b) {
+  __m512 out = scaled(a, b);
+  for (int i = 0; i < 16; ++i) out[i] = mask >> i & 1 ? out[i] : 0;
+  return out;
+}
+
 }  // namespace emulated
 }  // namespace
 
@@ -229,6 +241,8 @@ inline __m512bh to_bf16_pair(__m512 upper, __m512 lower) {
 #define _mm512_reduce_max_ps emulated::most
 #define _mm512_reduce_ps emulated::above_integer
 #define _mm512_scalef_ps emulated::scaled
+#define _mm512_maskz_scalef_ps emulated::scaled_where
+#define _mm512_cmp_ps_mask emulated::compared
 #define _mm512_broadcast_i32x4 emulated::four_times
 #define _mm512_test_epi32_mask emulated::common_bits
 #define _mm512_maskz_compress_ps emulated::compressed

@@ -44,6 +44,14 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
+def test_nor_does_one_of_many_rows_over_runs_of_inputs_and_an_odd_number_of_panels(name: str) -> None:
+    layer, x = packed(CpuOps(2, name), random(224, 416).bfloat16()), random(400, 416, seed=2).bfloat16()
+    whole = layer(x)
+    for rows in (1, 16, 17, 48, 100, 193):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("name", SETS)
 def test_a_float32_result_is_the_sum_before_rounding(name: str) -> None:
     layer, x = packed(CpuOps(2, name), random(70, 96).bfloat16()), random(9, 96, seed=2).bfloat16()
     exact = layer(x, torch.float32)

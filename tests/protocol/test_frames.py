@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol import frames, wire
-from kvferry.protocol.messages import AttemptFailed, Pulse, StepFrame, TokenDelta, TokenLogprobs
+from kvferry.protocol.messages import AttemptFailed, FirstToken, Pulse, StepFrame, TokenDelta, TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import FrameReader, WireError, code_of, pack, unpack
 from kvferry.router.nodes import delta_queue, message_validation
 
 native = pytest.importorskip("kvferry.protocol._native")
-decode, plain, join = native.functions(TokenDelta, code_of(TokenDelta), StepFrame)
+CLASSES = (TokenDelta, code_of(TokenDelta), StepFrame, Reuse, code_of(Reuse), FirstToken)
+decode, plain, join, decode_first, plain_first = native.functions(*CLASSES)
 
 INTS = st.one_of(st.integers(0, 300), st.integers(-(2**63), 2**64 - 1))
 PLAIN = st.builds(
@@ -50,18 +51,18 @@ ANY = st.builds(
 OTHERS = [
     StepFrame(number=3, pulse=Pulse()),
     StepFrame(failed=(AttemptFailed("r", 0, "code", "message"),), number=3),
-    StepFrame((TokenDelta("r", 0, 1, (1,), reuse=Reuse(16, computed=16)),), number=3),
+    StepFrame((TokenDelta("r", 0, 1, (1,), reuse=Reuse(16, computed=16, missed=(("unknown", 3),))),), number=3),
 ]
 
 
-def payload(frame: StepFrame) -> bytes:
-    return bytes(msgpack.unpackb(pack(frame)).data)
+def payload(message: StepFrame | FirstToken) -> bytes:
+    return bytes(msgpack.unpackb(pack(message)).data)
 
 
-def by_python(data: bytes) -> Any:
-    """What the codec makes of a frame's payload, or the error."""
+def by_python(data: bytes, kind: type = StepFrame) -> Any:
+    """What the codec makes of a message's payload, or the error."""
     try:
-        return wire._from_ext(code_of(StepFrame), data)
+        return wire._from_ext(code_of(kind), data)
     except (ValueError, WireError) as error:
         return error
 
@@ -73,6 +74,14 @@ def agree(data: bytes) -> StepFrame | None:
         told = by_python(data)
         assert made == told
         assert repr(made) == repr(told)  # True is not 1
+    return made
+
+
+def agree_first(data: bytes) -> FirstToken | None:
+    """As `agree`, for a first token's payload."""
+    made = decode_first(data)
+    if made is not None:
+        assert repr(made) == repr(by_python(data, FirstToken))  # NaN is not NaN
     return made
 
 
@@ -125,6 +134,58 @@ def test_only_bytes_are_decoded() -> None:
     assert decode(bytearray(payload(StepFrame()))) is None
     assert plain([]) is False
     assert join(()) is None
+
+
+COUNTS = st.integers(0, 2**31 - 1)
+REUSES = st.builds(Reuse, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.just(()), COUNTS)
+ODD_REUSES = st.builds(
+    Reuse, INTS, INTS, INTS, INTS, INTS | st.booleans(), st.just(()) | st.just((("unknown", 3),)), INTS | st.none()
+)
+ANY_FIRST = st.builds(
+    FirstToken,
+    st.builds(replace, ANY | PLAIN, reuse=st.none() | REUSES | ODD_REUSES),
+    st.floats() | INTS,
+    st.floats() | st.none(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PLAIN, st.none() | REUSES, st.floats(allow_nan=False, allow_infinity=False))
+def test_first_tokens_are_decoded_and_pass(delta: TokenDelta, reuse: Reuse | None, queue_s: float) -> None:
+    first = FirstToken(replace(delta, reuse=reuse), queue_s, 0.25)
+    made = agree_first(payload(first))
+    assert made == first == unpack(pack(first))
+    assert plain_first(made)
+    assert agree(payload(StepFrame((first.delta,), number=1))) is not None
+
+
+@settings(max_examples=500, deadline=None)
+@given(ANY_FIRST)
+def test_a_first_token_that_passes_is_one_that_python_passes(first: FirstToken) -> None:
+    agree_first(payload(first))
+    if plain_first(first):
+        message_validation._check_delta(first.delta)
+        assert message_validation._valid((first.queue_s, first.compute_s))
+
+
+@settings(max_examples=500, deadline=None)
+@given(PLAIN, st.none() | REUSES, st.data())
+def test_damaged_first_tokens_are_left_to_python_or_are_the_same(
+    delta: TokenDelta, reuse: Reuse | None, data: st.DataObject
+) -> None:
+    damaged = bytearray(payload(FirstToken(replace(delta, reuse=reuse), 0.5, 0.25)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    agree_first(bytes(damaged[: data.draw(st.integers(0, len(damaged)))]))
+    agree_first(bytes(damaged))
+
+
+def test_what_is_no_first_token_does_not_pass() -> None:
+    incomplete = FirstToken(TokenDelta("r", 0, 1, (1,)), 0.0, 0.0)
+    object.__delattr__(incomplete, "queue_s")
+    for message in (None, incomplete, TokenDelta("r", 0, 1, (1,)), FirstToken(None, 0.0, 0.0)):  # type: ignore[arg-type]
+        assert not plain_first(message)
+    assert decode_first(bytearray(payload(FirstToken(TokenDelta("r", 0, 1, (1,)), 0.0, 0.0)))) is None
 
 
 def is_valid(delta: Any) -> bool:
@@ -180,14 +241,18 @@ def test_nothing_is_leaked() -> None:
     whole = payload(frame)
     broken = [whole[:at] for at in range(0, len(whole), 7)]
     consecutive = [TokenDelta("r", 0, i, (70000 + i,)) for i in range(30)]
+    first = payload(FirstToken(TokenDelta("r", 0, 70000, (70000,), reuse=Reuse(70000, computed=70000)), 0.5, 0.25))
+    firsts = [first[:at] for at in range(len(first) + 1)]
 
     def all_of_it(times: int) -> None:
         for _ in range(times):
             for data in (whole, *broken):
                 decode(data)
+            for data in firsts:
+                plain_first(decode_first(data))
             plain(frame.deltas)
             join(consecutive)
-            native.functions(TokenDelta, code_of(TokenDelta), StepFrame)
+            native.functions(*CLASSES)
 
     tracemalloc.start()
     try:
@@ -204,9 +269,11 @@ def test_nothing_is_leaked() -> None:
 
 def test_a_class_without_slots_is_refused() -> None:
     with pytest.raises((TypeError, AttributeError)):
-        native.functions(TokenDelta, 20, object)
+        native.functions(TokenDelta, 20, object, *CLASSES[3:])
+    with pytest.raises((TypeError, AttributeError)):
+        native.functions(*CLASSES[:5], object)
     with pytest.raises(TypeError):
-        native.functions("TokenDelta", 20, StepFrame)
+        native.functions("TokenDelta", 20, *CLASSES[2:])
 
 
 @pytest.mark.parametrize(("pure", "told"), [("", "True"), ("1", "False")])

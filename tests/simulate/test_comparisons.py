@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from dataclasses import replace
@@ -19,6 +20,7 @@ from kvferry.simulate.compare import POLICIES, case, simulated
 from kvferry.simulate.fleet import Shape
 from kvferry.simulate.kvferry_policy import KvferryPolicy
 from kvferry.simulate.machine import Machine
+from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.plan import BUSY, Need, checks, encoding, guess
 from kvferry.simulate.plots import goodputs
 from kvferry.simulate.progress import SimulationProgress
@@ -64,6 +66,32 @@ def test_encode_nodes_take_pictures_from_the_nodes_of_prompts() -> None:
     assert forgetful.encoded > many.encoded
     text, _, models = case("low-sharing", TraceParams(50, 0.5, 1))
     assert simulated("kvferry", Shape(1, 1, Machine(), models, encode=1), text, Goal()).media is None
+
+
+def test_a_trace_of_recordings_is_encoded_in_half_its_time_where_audio_has_half_the_tokens(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 1000 * at, "input_length": 1100, "output_length": 4, "hash_ids": [3 * at, 3 * at + 1],
+         "media": [{"id": at, "offset": 10, "audio_s": 30}]} for at in range(30)
+    ]  # fmt: skip
+    path = tmp_path / "recordings.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = []
+    for rate in (25.0, 12.5):
+        machine = replace(Machine(), audio_tokens_per_s=rate, media_tokens_per_s=1000.0)
+        made = simulated("kvferry", Shape(1, 1, machine, ("m",), encode=1), read_trace(path, machine), Goal())
+        assert made.media is not None
+        found.append((made.media.encoded, made.ttft_s[0]))
+    assert [tokens for tokens, _ in found] == [30 * 750, 30 * 375]
+    assert found[0][1] - found[1][1] == pytest.approx(0.375, abs=0.02)
+
+
+def test_encode_nodes_take_recordings_from_the_nodes_of_prompts() -> None:
+    trace, _, models = case("recordings", TraceParams(300, 0.35, 1))
+    lengths = [each.length for ask in trace for each in ask.media]
+    assert max(lengths) == 750
+    slow = replace(Machine(), media_tokens_per_s=2000.0)
+    found = [simulated("kvferry", Shape(8, 8, slow, models, encode=encode), trace, Goal()) for encode in (0, 6)]
+    assert found[1].ttft_s[-1] < found[0].ttft_s[-1]
 
 
 def test_what_fits_nowhere_is_refused_before() -> None:
@@ -121,7 +149,8 @@ def test_images_need_encode_nodes_and_leave_less_of_the_goal() -> None:
     load = 7.0 * 0.3 / count
     assert count == math.ceil(7.0 * 0.3 / BUSY)
     assert left.ttft_s == pytest.approx(1.0 - 0.3 * (1 + load / 2 / (1 - load)))
-    with pytest.raises(ConfigError, match="the images of one request take"):
+    assert encoding(Need(7.0, 500, 100, audio_s=12.0), machine, goal) == (count, left)
+    with pytest.raises(ConfigError, match="the images and audio of one request take"):
         encoding(Need(7.0, 500, 100, image_tokens=900), machine, goal)
 
 

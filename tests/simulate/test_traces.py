@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvferry.protocol.errors import ConfigError
+from kvferry.simulate.machine import Machine
 from kvferry.simulate.mooncake import read_trace
 from kvferry.simulate.trace_writer import TraceParams, hashes_of
 from kvferry.simulate.workloads import WORKLOADS
+
+NODE = Machine()
 
 
 def test_hashes_are_equal_as_far_as_the_text_is() -> None:
@@ -45,17 +49,37 @@ def row(**changes: object) -> str:
 def test_mooncakes_rows_become_requests(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join((row(), "", row(timestamp=3000, hash_ids=[1, 2, 9]))) + "\n")
-    first, second = read_trace(path, 64, speed=3.0)
+    first, second = read_trace(path, NODE, speed=3.0)
     assert (first.at, second.at) == (0.0, 0.5)
     assert len(first.hashes) == (1100 + 30) // 64
     assert first.hashes[:16] == second.hashes[:16]
     assert first.hashes[16] != second.hashes[16]
-    assert len(read_trace(path, 64, most=1)) == 1
+    assert len(read_trace(path, NODE, most=1)) == 1
+
+
+def test_a_traces_pictures_and_seconds_of_audio_are_media(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    shown = [{"id": "p", "offset": 4, "tokens": 64}, {"id": 7, "offset": 100, "audio_s": 4.5}]
+    path.write_text(row(media=shown) + "\n" + row())
+    first, second = read_trace(path, replace(NODE, audio_tokens_per_s=12.5))
+    assert first.media == (("p", 4, 64), ("7", 100, 57))
+    assert second.media == ()
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
+        (row(media={}), "media must be a list"),
+        (row(media=[1]), r"media\[0\] must be an object"),
+        (row(media=[{"offset": 0, "tokens": 9}]), r"media\[0\].id must be an integer or a string, not None"),
+        (row(media=[{"id": 1, "offset": 0}]), r"media\[0\] must have either tokens or audio_s"),
+        (row(media=[{"id": 1, "offset": 0, "tokens": 9, "audio_s": 1}]), "either tokens or audio_s"),
+        (row(media=[{"id": 1, "offset": 0, "audio_s": -1}]), r"media\[0\].audio_s must be above 0 and at most 86400"),
+        (row(media=[{"id": 1, "offset": 0, "audio_s": float("nan")}]), "audio_s"),
+        (row(media=[{"id": 1, "offset": 0, "tokens": 0}]), r"media\[0\].tokens must be an integer from 1 on, not 0"),
+        (row(media=[{"id": 1, "offset": 0.5, "tokens": 9}]), r"media\[0\].offset must be an integer from 0 on"),
+        (row(media=[{"id": 1, "offset": 1095, "tokens": 9}]), "between 0 and input_length 1100"),
+        (row(media=[{"id": each, "offset": 5, "tokens": 9} for each in (1, 2)]), r"media\[1\] takes the tokens from 5"),
         ("{", "line 1 is not valid JSON: Expecting property name"),
         ("[]", "line 1: a request must be an object"),
         ('{"timestamp": 1}', "line 1: input_length is missing"),
@@ -75,14 +99,14 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, told: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match=told):
-        read_trace(path, 64)
+        read_trace(path, NODE)
 
 
 def test_an_id_behind_others_names_other_blocks(tmp_path: Path) -> None:
     """A pool holds a block behind one parent only: a file with ids of contents alone broke it."""
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join((row(hash_ids=[1, 2, 3]), row(hash_ids=[4, 2, 2]), row(hash_ids=[1, 2, 4]))))
-    first, other, same = (ask.hashes[:17] for ask in read_trace(path, 64))
+    first, other, same = (ask.hashes[:17] for ask in read_trace(path, NODE))
     assert not set(first) & set(other)
     assert len(set(other)) == 17
     assert first[:16] == same[:16]
@@ -92,13 +116,13 @@ def test_times_are_from_the_earliest_request_on_whatever_comes_first(tmp_path: P
     """A trace may tell the time of day, for which no clock is to run through fifty years."""
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(row(timestamp=1_700_000_000_000 + late) for late in (2000, 0, 500)))
-    assert [round(ask.at, 3) for ask in read_trace(path, 64)] == [2.0, 0.0, 0.5]
+    assert [round(ask.at, 3) for ask in read_trace(path, NODE)] == [2.0, 0.0, 0.5]
 
 
 def test_a_file_that_is_not_there_and_blocks_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path / "none", 64)
+        read_trace(tmp_path / "none", NODE)
     with pytest.raises(ConfigError, match="block_size must divide 512"):
-        read_trace(tmp_path / "none", 100)
+        read_trace(tmp_path / "none", replace(NODE, block_size=100))
     with pytest.raises(ConfigError, match="above 0"):
         TraceParams(1, 0)

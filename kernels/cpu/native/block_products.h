@@ -1,18 +1,20 @@
 // Products of query rows with packed K, and of their weights with packed V.
 #pragma once
 
+#include "packed_positions.h"
 #include "product.h"
 #include "prompts.h"
 
 #if defined(__AMX_BF16__)
 #include "block_tiles.h"
+#elif defined(KVF_WIDENS)
+#include "float_blocks.h"
 #else
 
 namespace kvferry {
 namespace {
 
 constexpr int64_t kGroupRows = kScoredRows, kScoreStep = kPrefillBlock, kWeightStep = kPrefillBlock;
-struct Tiles {};
 
 #if defined(__AVX512BF16__)
 
@@ -64,16 +66,25 @@ KVF_INLINE void panel_sums(const bf16* x, int64_t step, int64_t rows, const uint
 
 #endif
 
-KVF_INLINE void multiply_keys(Tiles&, const bf16* q, int64_t dim, int64_t rows, const uint8_t* k, int64_t width, float* scores) {
-  for (int64_t j = 0; j < width; j += kPanel)
-    panel_sums(q, dim, rows, k + j * dim * 2, dim / 2, scores + j, kScoreStep, nullptr);
-}
+// A packed block's positions, as rows are multiplied with them.
+class BlockOperands {
+ public:
+  BlockOperands(const PackedPositions& block, HeadDims dims, int64_t, int64_t, float*) : block_(block), dims_(dims) {}
 
-KVF_INLINE void multiply_values(Tiles&, const bf16* weights, int64_t rows, const uint8_t* v, int64_t v_step, int64_t width,
-                                float* total, int64_t dim, const float* kept) {
-  for (int64_t part = 0; part < dim; part += kPanel, v += v_step)
-    panel_sums(weights, kWeightStep, rows, v, width / 2, total + part, dim, kept);
-}
+  void multiply_keys(const bf16* q, int64_t rows, int64_t width, float* scores) const {
+    for (int64_t j = 0; j < width; j += kPanel)
+      panel_sums(q, dims_.k, rows, block_.k + j * dims_.k * 2, dims_.k / 2, scores + j, kScoreStep, nullptr);
+  }
+
+  void multiply_values(const bf16* weights, int64_t rows, int64_t width, float* total, const float* kept) const {
+    for (int64_t d = 0; d < dims_.v; d += kPanel)
+      panel_sums(weights, kWeightStep, rows, block_.v + d / kPanel * block_.v_step, width / 2, total + d, dims_.v, kept);
+  }
+
+ private:
+  const PackedPositions& block_;
+  const HeadDims dims_;
+};
 
 }  // namespace
 }  // namespace kvferry

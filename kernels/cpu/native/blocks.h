@@ -1,5 +1,6 @@
 // The arithmetic of causal attention in bfloat16 on the panel product of dense layers: query rows pass over packed
-// blocks of kBlock positions with an online softmax. Weights are rounded to bfloat16 before they meet V. Blocks begin at
+// blocks of kBlock positions with an online softmax. Weights are rounded to bfloat16 before they meet V where products are
+// of bfloat16. Blocks begin at
 // multiples of kBlock and positions that a row does not see weigh nothing, so a row's result depends on its own query
 // and positions alone.
 #pragma once
@@ -14,24 +15,35 @@ namespace {
 
 constexpr int64_t kBlock = kPrefillBlock;
 static_assert(kGroupRows % kLanes == 0, "the state of rows is written in whole vectors");
-static_assert(kGroupRows * kScoreStep <= kScoredRows * kBlock, "a group's scores have room");
+constexpr bool kWeightsInPlace = kWeightStep * sizeof(Weight) == kScoreStep * sizeof(float);  // of scores
+static_assert(kGroupRows * kScoreStep * (kWeightsInPlace ? 4 : 6) <= scored_bytes(), "a group's scores and weights have room");
 
 // What query rows carry from block to block: total [rows][dims.v], highest and weight, one behind the other.
 struct BlockBuffers {
   HeadDims dims;
   float *scores, *total, *highest, *weight, *kept;
-  bf16 *q, *weights;
+  Weight *weights, *q;
+  float* wide;
 
   BlockBuffers(uint8_t* memory, int64_t rows, HeadDims of) : dims(of) {
     const int64_t states = padded_rows(rows);
     scores = reinterpret_cast<float*>(memory);
-    total = scores + kScoredRows * kBlock;
+    weights = reinterpret_cast<Weight*>(kWeightsInPlace ? scores : scores + kGroupRows * kScoreStep);
+    total = reinterpret_cast<float*>(memory + scored_bytes());
     highest = total + rows * dims.v;
     weight = highest + states;
     kept = weight + states;
-    auto* behind = reinterpret_cast<bf16*>(kept + states);
-    weights = kWeightStep > kScoreStep ? reinterpret_cast<bf16*>(scores) : behind;
-    q = behind + kScoredRows * kBlock;
+    q = reinterpret_cast<Weight*>(kept + states);
+    wide = reinterpret_cast<float*>(q + queries(rows) * dims.k);
+  }
+
+  // The query of a row.
+  void ask(int64_t row, const bf16* query) const {
+#if defined(KVF_WIDENS)
+    widen_row(query, dims.k, row, q);
+#else
+    copy(q + row * dims.k, query, dims.k);
+#endif
   }
 };
 
@@ -40,11 +52,12 @@ struct BlockBuffers {
 inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_t rows, const PackedPositions& block,
                                                    int64_t width, const Sight& sight, const Scoring& scoring) {
   const bool plain = block.k_scales == nullptr && scoring.cap == 0;
-  Tiles tiles;
+  const int64_t seen = (sight.near(rows - 1, width) + kPanel - 1) / kPanel * kPanel;
+  BlockOperands operands(block, b.dims, rows, seen, b.wide);
   for (int64_t first = 0; first < rows; first += kGroupRows) {
     const int64_t height = rows - first < kGroupRows ? rows - first : kGroupRows, last = first + height - 1;
     const int64_t near = sight.near(last, width);
-    multiply_keys(tiles, b.q + first * b.dims.k, b.dims.k, height, block.k, near, b.scores);
+    operands.multiply_keys(b.q + first * b.dims.k, height, near, b.scores);
     for (int64_t row = 0; !plain && row < height; ++row)
       scale_scores(b.scores + row * kScoreStep, near, scoring, block.k_scales);
     if (sight.partial(first, near))
@@ -55,7 +68,7 @@ inline __attribute__((noinline)) void attend_block(const BlockBuffers& b, int64_
       weigh(b.scores + row * kScoreStep, kScoreStep, height - row < kLanes ? height - row : kLanes, near,
             plain ? scoring.scale : 1.0f, block.v_scales, state, b.weights + row * kWeightStep, kWeightStep);
     }
-    multiply_values(tiles, b.weights, height, block.v, block.v_step, near, b.total + first * b.dims.v, b.dims.v, b.kept + first);
+    operands.multiply_values(b.weights, height, near, b.total + first * b.dims.v, b.kept + first);
   }
 }
 
@@ -100,7 +113,7 @@ KVF_INLINE void attend_token(const Sequence& s, int64_t position, const bf16* q,
                              bf16* out) {
   const PackedPositions packed = packed_at(memory, kBlock, s.kv.dims(), s.kv.int8);
   const BlockBuffers b(memory + packed_bytes(kBlock, s.kv.dims()), group, s.kv.dims());
-  copy(b.q, q, group * s.kv.dim);
+  for (int64_t row = 0; row < group; ++row) b.ask(row, q + row * s.kv.dim);
   begin_rows(b, group, s.scoring, s.head * group, group);
   attend_positions(s, block_first(position, s.window), position + 1, b, group, packed);
   for (int64_t row = 0; row < group; ++row) end_row(b, row, out + row * s.kv.v_dim);

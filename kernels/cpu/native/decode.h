@@ -118,7 +118,8 @@ void run_decode_wide(void* argument, int member, int, Barrier& barrier) {
       const Chunks chunks = wide_chunks(total, t.window);
       if (chunk >= chunks.count) return;
       const int64_t begin = chunks.first + chunk * chunks.length, end = begin + chunks.length;
-      copy(b.q, static_cast<const bf16*>(t.q) + (row * t.heads + head * group) * dims.k, group * dims.k);
+      const bf16* q = static_cast<const bf16*>(t.q) + (row * t.heads + head * group) * dims.k;
+      for (int64_t h = 0; h < group; ++h) b.ask(h, q + h * dims.k);
       begin_rows(b, group, scoring, 0, group);
       const Sequence sequence{t.kv, t.batch.block_table + row * t.batch.table_step, head, 0, scoring};
       attend_positions(sequence, begin, end < total ? end : total, b, group, packed);

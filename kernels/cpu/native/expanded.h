@@ -80,7 +80,7 @@ inline __attribute__((noinline)) void attend_span(const Expansion& e, int64_t he
   else
     copy(b.total, carried, carried_floats(t.dims));
   for (int64_t row = 0; row < rows; ++row)
-    copy(b.q + row * t.dims.k, static_cast<const bf16*>(t.q) + ((begin + row) * t.heads + head) * t.dims.k, t.dims.k);
+    b.ask(row, static_cast<const bf16*>(t.q) + ((begin + row) * t.heads + head) * t.dims.k);
   for (int64_t at = e.first; at < end; at += kBlock) {
     const int64_t count = end - at < kBlock ? end - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;
     attend_block(b, rows, e.of(head, at), width, {1, at, computed + begin, 0}, t.scoring);

@@ -1,22 +1,27 @@
-// The extension kvferry.protocol._native: decodes, checks and joins the token deltas of step frames. Its twin in Python
-// (protocol/frames.py and the codec) handles whatever this code leaves to it by returning None or False, and is the
-// only one that knows errors.
+// The extension kvferry.protocol._native: decodes, checks and joins token deltas of step frames, and decodes and checks
+// first tokens. Its twin in Python (protocol/frames.py and the codec) handles whatever this code leaves to it by
+// returning None or False, and is the only one that knows errors.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 
 namespace {
 
 constexpr long long MAX_ID = 2147483647;  // as message_validation.MAX_ID
 constexpr uint64_t MAX_ITEMS = 1 << 22;    // as wire.MAX_ITEMS
-constexpr int DELTA_FIELDS = 10, FRAME_FIELDS = 5;
+constexpr int DELTA_FIELDS = 10, FRAME_FIELDS = 5, REUSE_FIELDS = 7, FIRST_FIELDS = 3;
+constexpr int MISSED = 5;  // of REUSE_NAMES; the others are counts
 enum Delta { REQUEST_ID, ATTEMPT, INDEX, TOKEN_IDS, LOGPROBS, FINISH_REASON, STOP_TOKEN, REUSE, PROMPT_LOGPROBS, VECTOR };
 const char *const DELTA_NAMES[] = {"request_id",    "attempt",    "index", "token_ids",       "logprobs",
                                    "finish_reason", "stop_token", "reuse", "prompt_logprobs", "vector"};
 const char *const FRAME_NAMES[] = {"deltas", "failed", "number", "pulse", "deviations"};
+const char *const REUSE_NAMES[] = {"prompt_len", "reused_prefill", "reused_decode", "fetched", "computed", "missed", "written"};
+const char *const FIRST_NAMES[] = {"delta", "queue_s", "compute_s"};
 
 // A reference that is given up at the end of its block, unless `give` hands it on.
 class Owned {
@@ -42,17 +47,16 @@ struct Slotted {
   Py_ssize_t at[DELTA_FIELDS] = {};
 
   bool find(PyObject *cls, const char *const *names, int count) {
-    type = reinterpret_cast<PyTypeObject *>(cls);
     for (int field = 0; field < count; field++) {
       Owned member(PyObject_GetAttrString(cls, names[field]));
       if (member.get() == nullptr) return false;
       if (!Py_IS_TYPE(member.get(), &PyMemberDescr_Type)) {
-        PyErr_Format(PyExc_TypeError, "%s.%s is no slot", type->tp_name, names[field]);
+        PyErr_Format(PyExc_TypeError, "%R.%s is no slot", cls, names[field]);
         return false;
       }
       at[field] = reinterpret_cast<PyMemberDescrObject *>(member.get())->d_member->offset;
     }
-    Py_INCREF(cls);
+    type = reinterpret_cast<PyTypeObject *>(Py_NewRef(cls));
     return true;
   }
   PyObject *&slot(PyObject *object, int field) const {
@@ -72,8 +76,8 @@ struct Slotted {
 };
 
 struct State {
-  Slotted delta, frame;
-  int delta_code = -1;
+  Slotted delta, frame, reuse, first;
+  int delta_code = -1, reuse_code = -1;
 };
 
 // msgpack, as far as plain frames need it. A read that fails leaves `fits` false, and no exception.
@@ -123,6 +127,18 @@ class Reader {
     }
     no();
     return nullptr;
+  }
+
+  PyObject *real() {
+    if (byte() != 0xcb) {
+      no();
+      return nullptr;
+    }
+    uint64_t bits = number(8);
+    double value = 0;
+    static_assert(sizeof value == sizeof bits);
+    std::memcpy(&value, &bits, sizeof value);
+    return fits ? PyFloat_FromDouble(value) : nullptr;
   }
 
   PyObject *text() {
@@ -177,7 +193,25 @@ PyObject *tuple_of(Reader &reader, Item item) {
 
 PyObject *none() { return Py_NewRef(Py_None); }
 
-// Returns a delta without log-probabilities, account and vector; null where the message holds anything else.
+// Returns an account without misses; null where the message holds anything else.
+PyObject *read_reuse(const State &state, Reader &outer) {
+  Py_ssize_t size = outer.message(state.reuse_code);
+  Reader reader(outer.here(), size);
+  if (!outer.fits || reader.array() != REUSE_FIELDS) return nullptr;
+  outer.skip(size);
+  Owned values(PyTuple_New(REUSE_FIELDS));
+  for (int field = 0; values.get() != nullptr && field < REUSE_FIELDS; field++) {
+    PyObject *made = field != MISSED ? reader.integer() : reader.array() == 0 && reader.fits ? PyTuple_New(0) : nullptr;
+    if (made == nullptr) return nullptr;
+    PyTuple_SET_ITEM(values.get(), field, made);
+  }
+  if (values.get() == nullptr || !reader.is_done()) return nullptr;
+  PyObject *fields[REUSE_FIELDS];
+  for (int field = 0; field < REUSE_FIELDS; field++) fields[field] = Py_NewRef(PyTuple_GET_ITEM(values.get(), field));
+  return state.reuse.make(fields, REUSE_FIELDS);
+}
+
+// Returns a delta without log-probabilities, misses and vector; null where the message holds anything else.
 PyObject *read_delta(const State &state, Reader &outer) {
   Py_ssize_t size = outer.message(state.delta_code);
   Reader reader(outer.here(), size);
@@ -189,10 +223,20 @@ PyObject *read_delta(const State &state, Reader &outer) {
   if (tokens.get() == nullptr || !reader.nil()) return nullptr;
   Owned reason(reader.nil() ? none() : reader.text());
   Owned stop(reason.get() == nullptr ? nullptr : reader.nil() ? none() : reader.integer());
-  if (stop.get() == nullptr || !reader.nil() || !reader.nil() || !reader.nil() || !reader.is_done()) return nullptr;
+  Owned reuse(stop.get() == nullptr ? nullptr : reader.nil() ? none() : read_reuse(state, reader));
+  if (reuse.get() == nullptr || !reader.nil() || !reader.nil() || !reader.is_done()) return nullptr;
   PyObject *const fields[] = {name.give(), attempt.give(), index.give(), tokens.give(), none(),
-                              reason.give(), stop.give(), none(), none(), none()};
+                              reason.give(), stop.give(), reuse.give(), none(), none()};
   return state.delta.make(fields, DELTA_FIELDS);
+}
+
+PyObject *read_first(const State &state, Reader &reader) {
+  if (reader.array() != FIRST_FIELDS) return nullptr;
+  Owned delta(read_delta(state, reader));
+  Owned queue_s(delta.get() ? reader.real() : nullptr), compute_s(queue_s.get() ? reader.real() : nullptr);
+  if (compute_s.get() == nullptr || !reader.is_done()) return nullptr;
+  PyObject *const fields[] = {delta.give(), queue_s.give(), compute_s.give()};
+  return state.first.make(fields, FIRST_FIELDS);
 }
 
 PyObject *read_frame(const State &state, Reader &reader) {
@@ -223,12 +267,28 @@ bool is_reason(PyObject *value) {
   return false;
 }
 
-// Returns whether nothing is wrong with a delta that holds no more than tokens.
-bool is_plain(const Slotted &kind, PyObject *delta) {
-  if (!Py_IS_TYPE(delta, kind.type)) return false;
-  for (int field : {LOGPROBS, REUSE, PROMPT_LOGPROBS, VECTOR}) {
+// Returns whether nothing is wrong with an account, which has no misses.
+bool is_plain_reuse(const Slotted &kind, PyObject *reuse) {
+  if (reuse == nullptr || !Py_IS_TYPE(reuse, kind.type)) return false;
+  for (int field = 0; field < REUSE_FIELDS; field++) {
+    if (field != MISSED && !is_id(kind.slot(reuse, field))) return false;
+  }
+  PyObject *missed = kind.slot(reuse, MISSED);
+  return missed != nullptr && PyTuple_CheckExact(missed) && PyTuple_GET_SIZE(missed) == 0;
+}
+
+bool is_finite(PyObject *value) {
+  return value != nullptr && PyFloat_CheckExact(value) && std::isfinite(PyFloat_AS_DOUBLE(value));
+}
+
+// Returns whether nothing is wrong with a delta that holds no more than tokens, and an account if `reuse` is given.
+bool is_plain(const Slotted &kind, PyObject *delta, const Slotted *reuse = nullptr) {
+  if (delta == nullptr || !Py_IS_TYPE(delta, kind.type)) return false;
+  for (int field : {LOGPROBS, PROMPT_LOGPROBS, VECTOR}) {
     if (kind.slot(delta, field) != Py_None) return false;
   }
+  PyObject *account = kind.slot(delta, REUSE);
+  if (account != Py_None && (reuse == nullptr || !is_plain_reuse(*reuse, account))) return false;
   PyObject *name = kind.slot(delta, REQUEST_ID), *attempt = kind.slot(delta, ATTEMPT);
   PyObject *tokens = kind.slot(delta, TOKEN_IDS), *stop = kind.slot(delta, STOP_TOKEN);
   if (name == nullptr || attempt == nullptr || tokens == nullptr || stop == nullptr) return false;
@@ -249,6 +309,23 @@ PyObject *decode(PyObject *self, PyObject *data) {
   if (frame != nullptr) return frame;
   PyErr_Clear();  // the codec raises its own error
   Py_RETURN_NONE;
+}
+
+PyObject *decode_first(PyObject *self, PyObject *data) {
+  if (!PyBytes_Check(data)) Py_RETURN_NONE;
+  Reader reader(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data));
+  PyObject *first = read_first(state_of(self), reader);
+  if (first != nullptr) return first;
+  PyErr_Clear();  // the codec raises its own error
+  Py_RETURN_NONE;
+}
+
+PyObject *plain_first(PyObject *self, PyObject *first) {
+  const State &state = state_of(self);
+  if (!Py_IS_TYPE(first, state.first.type)) Py_RETURN_FALSE;
+  const Slotted &kind = state.first;
+  if (!is_plain(state.delta, kind.slot(first, 0), &state.reuse)) Py_RETURN_FALSE;
+  return PyBool_FromLong(is_finite(kind.slot(first, 1)) && is_finite(kind.slot(first, 2)));
 }
 
 PyObject *plain(PyObject *self, PyObject *deltas) {
@@ -297,32 +374,37 @@ PyMethodDef FUNCTIONS[] = {
     {"decode", decode, METH_O, "Return the StepFrame of a message's payload, or None if it is not a plain one."},
     {"plain", plain, METH_O, "Return whether all deltas of a tuple are valid and hold no more than tokens."},
     {"join", join, METH_O, "Return one delta with the tokens of a list of consecutive plain ones, or None."},
+    {"decode_first", decode_first, METH_O, "Return the FirstToken of a message's payload, or None if it is not a plain one."},
+    {"plain_first", plain_first, METH_O, "Return whether a FirstToken is valid and holds no more than tokens and an account."},
 };
+constexpr int FUNCTION_COUNT = sizeof FUNCTIONS / sizeof FUNCTIONS[0];
 
-void give_up(PyObject *capsule) {
-  State *state = static_cast<State *>(PyCapsule_GetPointer(capsule, nullptr));
-  Py_XDECREF(reinterpret_cast<PyObject *>(state->delta.type));
-  Py_XDECREF(reinterpret_cast<PyObject *>(state->frame.type));
+void free_state(State *state) {
+  for (const Slotted *kind : {&state->delta, &state->frame, &state->reuse, &state->first}) {
+    Py_XDECREF(reinterpret_cast<PyObject *>(kind->type));
+  }
   delete state;
 }
 
+void give_up(PyObject *capsule) { free_state(static_cast<State *>(PyCapsule_GetPointer(capsule, nullptr))); }
+
 PyObject *functions(PyObject *, PyObject *args) {
-  PyTypeObject *delta = nullptr, *frame = nullptr;
+  PyObject *delta = nullptr, *frame = nullptr, *reuse = nullptr, *first = nullptr;
   State *state = new State;
-  if (!PyArg_ParseTuple(args, "O!iO!", &PyType_Type, &delta, &state->delta_code, &PyType_Type, &frame) ||
-      !state->delta.find(reinterpret_cast<PyObject *>(delta), DELTA_NAMES, DELTA_FIELDS)) {
-    delete state;
-    return nullptr;
-  }
-  if (!state->frame.find(reinterpret_cast<PyObject *>(frame), FRAME_NAMES, FRAME_FIELDS)) {
-    Py_DECREF(delta);
-    delete state;
+  if (!PyArg_ParseTuple(args, "O!iO!O!iO!", &PyType_Type, &delta, &state->delta_code, &PyType_Type, &frame, &PyType_Type,
+                        &reuse, &state->reuse_code, &PyType_Type, &first) ||
+      !state->delta.find(delta, DELTA_NAMES, DELTA_FIELDS) || !state->frame.find(frame, FRAME_NAMES, FRAME_FIELDS) ||
+      !state->reuse.find(reuse, REUSE_NAMES, REUSE_FIELDS) || !state->first.find(first, FIRST_NAMES, FIRST_FIELDS)) {
+    free_state(state);
     return nullptr;
   }
   Owned capsule(PyCapsule_New(state, nullptr, give_up));
-  if (capsule.get() == nullptr) return nullptr;
-  Owned made(PyTuple_New(3));
-  for (int i = 0; made.get() != nullptr && i < 3; i++) {
+  if (capsule.get() == nullptr) {
+    free_state(state);
+    return nullptr;
+  }
+  Owned made(PyTuple_New(FUNCTION_COUNT));
+  for (int i = 0; made.get() != nullptr && i < FUNCTION_COUNT; i++) {
     PyObject *function = PyCFunction_New(&FUNCTIONS[i], capsule.get());
     if (function == nullptr) return nullptr;
     PyTuple_SET_ITEM(made.get(), i, function);
@@ -332,7 +414,8 @@ PyObject *functions(PyObject *, PyObject *args) {
 
 PyMethodDef METHODS[] = {
     {"functions", functions, METH_VARARGS,
-     "Return (decode, plain, join) for the classes TokenDelta, with its code on the wire, and StepFrame."},
+     "Return (decode, plain, join, decode_first, plain_first) for the classes TokenDelta, with its code on the wire,\n"
+     "StepFrame, Reuse, with its code, and FirstToken."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "Decodes, checks and joins token deltas.", 0, METHODS,
                       nullptr, nullptr, nullptr, nullptr};

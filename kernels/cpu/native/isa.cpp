@@ -42,7 +42,7 @@ const Kernels KVF_JOIN(kernels_, KVFERRY_ISA) = {
     run_draw,
     run_read,
     run_multiply,
-    kTakesTiles,
+    kLaidOutBytes,
     kRoundWork,
     &KVF_JOIN(recurrent_, KVFERRY_ISA),
 };

@@ -219,8 +219,8 @@ class NativeKernels {
     require(x.shape(1) == packed.dense.in && out.shape(1) == packed.dense.out &&
                 x.shape(0) == out.shape(0), "x or the result does not fit the weight");
     const int64_t rows = x.shape(0);
-    const bool prepared = packed.dense.quantised || (table_->tiles && rows > kUntiledRows);
-    uint8_t* memory = prepared ? aligned_bytes(inputs_bytes(rows, packed.dense.in)) : nullptr;
+    const bool prepared = packed.dense.quantised || (table_->laid_out > 0 && rows > kUnpreparedRows);
+    uint8_t* memory = prepared ? aligned_bytes(inputs_bytes(rows, packed.dense.in, table_->laid_out)) : nullptr;
     const int kind = kind_of(out);
     DenseTask task{packed.dense, x.data(), whole(out, kind, 2), memory, rows, x.stride(0)};
     run(table_->dense[kind], &task, packed.dense.in * packed.dense.out, kSmall);

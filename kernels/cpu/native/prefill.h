@@ -38,9 +38,8 @@ inline __attribute__((noinline)) void attend_tile(const PackedKV& packed, int64_
   const int32_t* until = t.see_until == nullptr ? nullptr : t.see_until + begin;
   const int64_t seen = until == nullptr ? computed + end : *std::max_element(until, until + (end - begin)) + 1;
   const BlockBuffers b(memory, prefill_rows(group), t.dims);
-  for (int64_t token = begin; token < end; ++token)
-    copy(b.q + (token - begin) * group * dim,
-         static_cast<const bf16*>(t.q) + token * t.q_step + head * group * dim, group * dim);
+  for (int64_t row = 0; row < rows; ++row)
+    b.ask(row, static_cast<const bf16*>(t.q) + (begin + row / group) * t.q_step + (head * group + row % group) * dim);
   begin_rows(b, rows, t.scoring, head * group, group);
   for (int64_t at = block_first(computed + begin, t.window); at < seen; at += kBlock) {
     const int64_t count = seen - at < kBlock ? seen - at : kBlock, width = (count + kPanel - 1) / kPanel * kPanel;

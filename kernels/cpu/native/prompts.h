@@ -43,8 +43,18 @@ inline int64_t prefill_bytes(const PrefillTask& t) {
   return t.kv.heads * packed_bytes(seen + kPanel, t.dims);
 }
 
+// Bytes of scores and weights of kScoredRows rows with a block.
+constexpr int64_t scored_bytes() { return 6 * kScoredRows * kPrefillBlock; }
+
+// Rows of queries, of which tiles take whole ones.
+inline int64_t queries(int64_t rows) { return rows + 6; }
+
+// Numbers of a block's K and V in float32, dims of V in whole tiles.
+inline int64_t block_floats(HeadDims dims) { return kPrefillBlock * (dims.k + (dims.v + 63) / 64 * 64); }
+
 inline int64_t rows_memory(int64_t rows, HeadDims dims) {
-  return (6 * kScoredRows * kPrefillBlock + rows * (2 * dims.k + 4 * dims.v) + 12 * padded_rows(rows) + 127) / 64 * 64;
+  const int64_t floats = queries(rows) * dims.k + rows * dims.v + 3 * padded_rows(rows) + block_floats(dims);
+  return (scored_bytes() + 4 * floats + 127) / 64 * 64;
 }
 
 inline int64_t prefill_memory(int64_t group, HeadDims dims) { return rows_memory(prefill_rows(group), dims); }

@@ -212,8 +212,7 @@ class NativeStep {
     const auto apart = [](int64_t count) { return (count + 127) / 64 * 64; };
     view_.own_step = apart(kOwnRows * widest);
     view_.own_codes_step = apart(quantised_bytes(kOwnRows, inner));
-    const bool tiles = kernels_->table().tiles;
-    const int64_t shared_codes = apart(tiles ? inputs_bytes(max_rows_, inner) : quantised_bytes(max_rows_, inner));
+    const int64_t shared_codes = apart(inputs_bytes(max_rows_, inner, kernels_->table().laid_out));
     codes_.resize(64 + shared_codes + threads * view_.own_codes_step);
     view_.codes = codes_.data() + (64 - reinterpret_cast<uintptr_t>(codes_.data()) % 64) % 64;
     view_.own_codes = view_.codes + shared_codes;

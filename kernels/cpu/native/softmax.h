@@ -71,12 +71,19 @@ struct Sight {
   }
 };
 
-// Stores weight(j) of a step of positions as bfloat16.
+// Weights meet V in bfloat16 where products are of that, else in float32.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+using Weight = bf16;
+#else
+using Weight = float;
+#endif
+
+// Stores weight(j) of a step of positions.
 #if defined(__AMX_BF16__)
 constexpr int64_t kStoredLanes = 2 * kLanes;
 
-template <class Weight>
-KVF_INLINE void store_weights(bf16* to, int64_t j, Weight weight) {
+template <class Make>
+KVF_INLINE void store_weights(bf16* to, int64_t j, Make weight) {
   const Floats first = weight(j), second = weight(j + kLanes);
   const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
   std::memcpy(to, &both, sizeof both);
@@ -84,8 +91,8 @@ KVF_INLINE void store_weights(bf16* to, int64_t j, Weight weight) {
 #else
 constexpr int64_t kStoredLanes = kLanes;
 
-template <class Weight>
-KVF_INLINE void store_weights(bf16* to, int64_t j, Weight weight) {
+template <class Make>
+KVF_INLINE void store_weights(Weight* to, int64_t j, Make weight) {
   store(to, weight(j));
 }
 #endif
@@ -101,7 +108,7 @@ struct RowState {
 // begin where its scores do.
 template <bool Scaled>
 KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int64_t width, float scale,
-                           const float* v_scales, const RowState& state, bf16* weights, int64_t weight_step) {
+                           const float* v_scales, const RowState& state, Weight* weights, int64_t weight_step) {
   Floats lanes[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) lanes[i] = splat(-__builtin_inff());
   for (int64_t i = 0; i < count; ++i) {
@@ -118,7 +125,7 @@ KVF_INLINE void weigh_rows(const float* scores, int64_t step, int64_t count, int
   store(origins, origin);
   for (int64_t i = 0; i < count; ++i) {
     const float* row = scores + i * step;
-    bf16* to = weights + i * weight_step;
+    Weight* to = weights + i * weight_step;
     Floats added{};
     const auto weight = [&](int64_t j) {
       const Floats e = rough_power_of_two(load(row + j) * (scale * kLog2E) - origins[i]);

@@ -37,14 +37,14 @@ KVF_INLINE void through(const StepView& s, const Dense& dense, int64_t items, co
   s.barrier.wait(s.member);
 }
 
-static_assert(kOwnRows <= kUntiledRows, "a thread's own rows have no room for tiles");
+static_assert(kOwnRows <= kUnpreparedRows, "a thread's own rows have no room to be laid out");
 
 constexpr auto kNothing = [](bf16*, Share) {};
 
 // y [rows, out] = the dense layer of what make() makes.
 template <class T, class Make>
 KVF_INLINE void dense_of(const StepView& s, const Dense& dense, Make make, T* y) {
-  const PanelItems items(s.rows(), dense.in, dense.count());
+  const PanelItems items(s.rows(), dense, dense.count(), true);
   through(s, dense, items.count(), nullptr, make, [&](const Inputs& inputs) {
     return [&, inputs](int64_t item) { dense_item(dense, inputs, items, item, y, dense.out); };
   });
@@ -53,18 +53,21 @@ KVF_INLINE void dense_of(const StepView& s, const Dense& dense, Make make, T* y)
 // residual += the dense layer of x times the factor, all rounded as if stored.
 template <class Make>
 KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, float factor, const bf16* made, Make make) {
-  const PanelItems items(s.rows(), dense.in, dense.count());
+  const PanelItems items(s.rows(), dense, dense.count(), true);
   through(s, dense, items.count(), made, make, [&](const Inputs& inputs) {
     return [&, inputs](int64_t item) {
       const int64_t left = items.panel(item) * kPanel;
-      const auto place = [&](int64_t row) { return s.task.scratch.residual + row * s.model.hidden + left; };
-      multiply(inputs, items.first(item), items.height(item), dense, items.panel(item), place, [&](int64_t row, const float* values) {
-        bf16* to = place(row);
+      const auto place = [&](int64_t which, int64_t row) {
+        return s.task.scratch.residual + row * s.model.hidden + left + which * kPanel;
+      };
+      const auto add = [&](int64_t which, int64_t row, const float* values) {
+        bf16* to = place(which, row);
         for (int c = 0; c < kPanel; c += kLanes) {
-          const Floats value = rounded_to(biased(dense, left + c, load(values + c)), to);
+          const Floats value = rounded_to(biased(dense, left + which * kPanel + c, load(values + c)), to);
           store(to + c, load(to + c) + (factor == 1.0f ? value : rounded_to(value * factor, to)));
         }
-      });
+      };
+      multiply(inputs, items.first(item), items.height(item), dense, items.pair(item), place, add);
     };
   });
 }
@@ -72,16 +75,15 @@ KVF_INLINE void dense_onto_residual(const StepView& s, const Dense& dense, float
 // act = silu(gate) * up: the thread that makes columns of the gate makes the same ones of up.
 KVF_INLINE void gate_item(const StepView& s, const Dense& dense, const Inputs& inputs, const PanelItems& items, int64_t item) {
   const int64_t inner = s.model.inner, p = items.panel(item), first = items.first(item), height = items.height(item);
-  const auto place = [&](int64_t row) { return s.task.scratch.act + row * inner + p * kPanel; };
-  multiply(inputs, first, height, dense, p, place, [&](int64_t row, const float* values) {
-    for (int c = 0; c < kPanel; c += kLanes)
-      store(place(row) + c, biased(dense, p * kPanel + c, load(values + c)));
-  });
-  multiply(inputs, first, height, dense, items.panels + p, place, [&](int64_t row, const float* values) {
+  const auto place = [&](int64_t, int64_t row) { return s.task.scratch.act + row * inner + p * kPanel; };
+  multiply(inputs, first, height, dense, {p, items.panels + p}, place, [&](int64_t which, int64_t row, const float* values) {
     for (int c = 0; c < kPanel; c += kLanes) {
-      bf16* to = place(row) + c;
-      const Floats up = rounded_to(biased(dense, inner + p * kPanel + c, load(values + c)), to);
-      store(to, silu(load(to)) * up);
+      bf16* to = place(which, row) + c;
+      const Floats value = biased(dense, which * inner + p * kPanel + c, load(values + c));
+      if (which == 0)
+        store(to, value);
+      else
+        store(to, silu(load(to)) * rounded_to(value, to));
     }
   });
 }
@@ -90,12 +92,15 @@ KVF_INLINE void gate_item(const StepView& s, const Dense& dense, const Inputs& i
 KVF_INLINE void activation_item(const StepView& s, const StepLayer& layer, const Inputs& inputs, const PanelItems& items,
                                 int64_t item) {
   const int64_t inner = s.model.inner, left = items.panel(item) * kPanel;
-  const auto place = [&](int64_t row) { return s.task.scratch.act + row * inner + left; };
-  multiply(inputs, items.first(item), items.height(item), layer.gate_up, items.panel(item), place, [&](int64_t row, const float* values) {
-    bf16* to = place(row);
-    for (int c = 0; c < kPanel; c += kLanes)
-      store(to + c, activated(layer.activation, rounded_to(biased(layer.gate_up, left + c, load(values + c)), to)));
-  });
+  const auto place = [&](int64_t which, int64_t row) { return s.task.scratch.act + row * inner + left + which * kPanel; };
+  const auto put = [&](int64_t which, int64_t row, const float* values) {
+    bf16* to = place(which, row);
+    for (int c = 0; c < kPanel; c += kLanes) {
+      const Floats value = biased(layer.gate_up, left + which * kPanel + c, load(values + c));
+      store(to + c, activated(layer.activation, rounded_to(value, to)));
+    }
+  };
+  multiply(inputs, items.first(item), items.height(item), layer.gate_up, items.pair(item), place, put);
 }
 
 constexpr auto kNormed = [](const StepView& s, const void* weight) {
@@ -146,10 +151,11 @@ KVF_INLINE void mix_layer(const StepView& s, const StepLayer& layer) {
 
 KVF_INLINE void run_layer(const StepView& s, const StepLayer& layer, const KVLayer& kv) {
   layer.mixer == nullptr ? attend_layer(s, layer, kv) : mix_layer(s, layer);
-  const PanelItems gates(s.rows(), layer.gate_up.in, s.model.inner / kPanel);
+  const bool gated = layer.activation.kind == Activation::kGate;  // an item has panels of both already
+  const PanelItems gates(s.rows(), layer.gate_up, s.model.inner / kPanel, !gated);
   through(s, layer.gate_up, gates.count(), nullptr, kNormed(s, layer.post_norm), [&](const Inputs& inputs) {
     return [&, inputs](int64_t item) {
-      if (layer.activation.kind == Activation::kGate)
+      if (gated)
         gate_item(s, layer.gate_up, inputs, gates, item);
       else
         activation_item(s, layer, inputs, gates, item);

@@ -137,12 +137,13 @@ struct DecodeTask {
 constexpr int64_t kRun = 32, kHalfRun = 16;
 inline int64_t quantised_bytes(int64_t rows, int64_t in) { return rows * (in + in / kRun * 12 + in / kHalfRun * 4); }
 
-constexpr int64_t kUntiledRows = 16;  // up to so many rows in bfloat16 are read where they lie
+constexpr int64_t kUnpreparedRows = 16;  // up to so many rows in bfloat16 are read where they lie
 
-// Bytes of what panels may need of `rows` rows of `in` inputs: their codes, or themselves as tiles, in blocks of 32 rows.
-inline int64_t inputs_bytes(int64_t rows, int64_t in) {
-  const int64_t tiled = (rows + 31) / 32 * 32 * in * 2;
-  return quantised_bytes(rows, in) > tiled ? quantised_bytes(rows, in) : tiled;
+// Bytes of what panels may need of `rows` rows of `in` inputs: their codes, or themselves laid out in tiles of up to 32 rows,
+// each number in `laid_out` bytes.
+inline int64_t inputs_bytes(int64_t rows, int64_t in, int64_t laid_out) {
+  const int64_t tiles = (rows + 31) * in * laid_out;
+  return quantised_bytes(rows, in) > tiles ? quantised_bytes(rows, in) : tiles;
 }
 
 // y [rows, out] = the dense layer of x [rows, in]. memory: inputs_bytes(), or null for few rows without codes.
@@ -211,7 +212,7 @@ struct Kernels {
   Team::Function dense_of_heads, decode_wide, decode_blocks, lookup, prefill, expanded, step;  // bfloat16
   Team::Function draw;                                                    // float32
   Team::Function read, multiply;                                          // the machine's limits
-  bool tiles;          // dense layers of many rows take inputs_bytes()
+  int64_t laid_out;    // bytes of a number of many rows as dense layers take them; 0: as they lie
   int64_t round_work;  // floating point operations of one round of multiply on one thread
   const RecurrentKernels* recurrent;
 };

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.audio.form import Form
 from kvferry.router.api.bodies.reader import build
 from kvferry.router.api.bodies.request_body import RequestBody
 
-GRANULARITIES = "timestamp_granularities[]"
+GRANULARITIES, INCLUDE = "timestamp_granularities[]", "include[]"
+"""Fields of a form that may be given several times, also without the brackets."""
 
 
 class SpeechBody(RequestBody):
@@ -24,8 +25,14 @@ class SpeechBody(RequestBody):
     timestamp_granularities: list[Literal["word", "segment"]] = Field(
         default=[], alias="timestamp_granularities[]", max_length=2
     )
+    include: list[str] = Field(default=[], validation_alias=AliasChoices(INCLUDE, "include"), max_length=8)
     stream: bool = False
     stream_include_usage: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what no engine of ours returns."""
+        if self.include:
+            raise InvalidRequest("include: log-probabilities of transcriptions are not supported", param="include")
 
     def fields(self) -> tuple[tuple[str, str], ...]:
         """Return names and values of the form for an engine."""
@@ -45,8 +52,8 @@ def speech_body(form: Form) -> SpeechBody:
     """Return the fields of a form; raise InvalidRequest naming the first wrong one."""
     given: dict[str, Any] = {}
     for name, values in form.fields.items():
-        if name.removesuffix("[]") == GRANULARITIES.removesuffix("[]"):
-            given.setdefault(GRANULARITIES, []).extend(values)
+        if (several := f"{name.removesuffix('[]')}[]") in (GRANULARITIES, INCLUDE):
+            given.setdefault(several, []).extend(values)
         elif len(values) > 1:
             raise InvalidRequest(f"{name[:64]} must be given once", param=name[:64])
         else:

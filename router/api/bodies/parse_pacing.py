@@ -26,6 +26,8 @@ MAX_OBJECTS = 2**15
 """Largest number of lists and objects among the values, most of which are validated one by one."""
 COUNT_BYTES = 2**16
 """Bytes of a body that are counted before the event loop runs other work."""
+MANY = 64
+"""Number of marks in a slice from which searching for each takes longer than removing all other bytes."""
 _MARKS = b",{["
 _OTHERS = bytes(set(range(256)) - set(_MARKS))
 Waiting = tuple[float, asyncio.Future[None]]
@@ -48,16 +50,25 @@ async def measured_s(data: bytes) -> float:
 async def counted(data: bytes) -> tuple[int, int, int]:
     """Return how often `,`, `{` and `[` are in a long body; the event loop runs other work in between.
 
-    The data of an image have none of them, which a search finds out in a tenth of the time. Elsewhere, removing all
-    other bytes first takes half the time of counting these three in the text."""
+    The data of images have none of them, so each is searched for first, in a tenth of the time. In other slices,
+    removing all other bytes takes half the time of counting these three in the text."""
     found, work = [0, 0, 0], LongWork()
     for at in range(0, len(data), COUNT_BYTES):
-        if any(data.find(mark, at, at + COUNT_BYTES) >= 0 for mark in _MARKS):
+        few = [_few(data, mark, at) for mark in _MARKS]
+        if max(few) == MANY:
             marks = data[at : at + COUNT_BYTES].translate(None, _OTHERS)
-            for number, mark in enumerate(_MARKS):
-                found[number] += marks.count(mark)
+            few = [marks.count(mark) for mark in _MARKS]
+        found = [before + more for before, more in zip(found, few, strict=True)]
         await work.pause()
     return found[0], found[1], found[2]
+
+
+def _few(data: bytes, mark: int, at: int) -> int:
+    """Return how often a byte is in a slice, at most MANY."""
+    end, count = at + COUNT_BYTES, 0
+    while count < MANY and (at := data.find(mark, at, end) + 1):
+        count += 1
+    return count
 
 
 class ParsePacing:

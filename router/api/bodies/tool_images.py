@@ -9,7 +9,7 @@ IMAGE_NOTE = "(image: see the next message)"
 """Text that replaces an image in a tool's result."""
 
 Part = Mapping[str, Any]
-"""Content part of a chat: a text or an image."""
+"""Content part of a chat: a text, an image or audio."""
 
 
 def result_text(parts: Sequence[Part]) -> str:
@@ -23,7 +23,7 @@ def is_image(part: Part) -> bool:
 
 
 def plain(parts: Sequence[Part]) -> str | list[Part]:
-    """Return the content of a message: one text, or the parts if one of them is an image."""
-    if any(map(is_image, parts)):
+    """Return the content of a message: one text, or the parts if one of them is an image or audio."""
+    if any(part["type"] != "text" for part in parts):
         return list(parts)
     return "\n".join(part["text"] for part in parts)

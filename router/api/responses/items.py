@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.tool_images import Part, is_image, plain, result_text
 from kvferry.router.api.bodies.translated import string_in
 from kvferry.router.api.responses.tools import arguments_of, qualified
-from kvferry.router.media.parts import TranslatedPart, check_detail
+from kvferry.router.media.parts import TranslatedPart, audio_url, check_detail
 
 Item = dict[str, Any]
 
@@ -86,12 +86,16 @@ def _chat_parts(parts: str | Sequence[Mapping[str, Any]]) -> list[Part]:
     """Return the content of a user's message, or of a tool's result, as a chat's content parts."""
     if isinstance(parts, str):
         return [{"type": "text", "text": parts}]
-    return [
-        TranslatedPart(part["image_url"], part.field if isinstance(part, _Image) else "previous_response_id")
-        if part["type"] == "input_image"
-        else {"type": "text", "text": _text([part])}
-        for part in parts
-    ]
+    return [_chat_part(part) for part in parts]
+
+
+def _chat_part(part: Mapping[str, Any]) -> Part:
+    field = part.field if isinstance(part, _Medium) else "previous_response_id"
+    if part["type"] == "input_image":
+        return TranslatedPart(part["image_url"], field)
+    if part["type"] == "input_audio":
+        return TranslatedPart(audio_url(part["input_audio"], field), field, "audio_url")
+    return {"type": "text", "text": _text([part])}
 
 
 def _text(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -117,7 +121,9 @@ def _normal(item: Any, field: str, name: str) -> Item:
             }
         case "function_call_output" | "custom_tool_call_output":
             output = item.get("output")
-            shown = output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text", images=True)
+            shown = (
+                output if isinstance(output, str) else _parts(output, f"{field}.output", "input_text", media=_OF_TOOLS)
+            )
             return {**own, "call_id": string_in(item, "call_id", field), "output": shown, "status": "completed",
                     "type": kind}  # fmt: skip
         case "reasoning":
@@ -136,7 +142,10 @@ def _message(item: Item, field: str) -> Item:
     kind = "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
-    return {"role": role, "content": _parts(content, f"{field}.content", kind, images=role == "user")}
+    return {
+        "role": role,
+        "content": _parts(content, f"{field}.content", kind, media=_OF_USERS if role == "user" else {}),
+    }
 
 
 def _reasoning(item: Item, field: str) -> Item:
@@ -156,20 +165,20 @@ def _texts(parts: Any, field: str, kind: str) -> list[Item]:
     return [{"type": kind, "text": part["text"]} for part in parts]
 
 
-def _parts(content: Any, field: str, kind: str, *, images: bool = False) -> list[Item]:
-    """Normalise text parts to the type that messages of this kind use, and images where they are allowed."""
+def _parts(content: Any, field: str, kind: str, *, media: Mapping[Any, Callable[[Item, str], Item]]) -> list[Item]:
+    """Normalise text parts to the type that messages of this kind use, and media by their types."""
     if not isinstance(content, list):
         raise InvalidRequest(f"{field} must be a string or a list of parts", param=field)
     return [
-        _image(part, f"{field}[{place}]")
-        if images and isinstance(part, dict) and part.get("type") == "input_image"
+        media[part["type"]](part, f"{field}[{place}]")
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in media
         else _part(part, f"{field}[{place}]", kind)
         for place, part in enumerate(content)
     ]
 
 
-class _Image(dict[str, Any]):
-    """Image in normal form; `field` is where the request has it, unknown for those of stored responses."""
+class _Medium(dict[str, Any]):
+    """Image or audio in normal form; `field` is where the request has it, unknown for those of stored responses."""
 
     field = ""
 
@@ -180,16 +189,33 @@ def _image(part: Item, field: str) -> Item:
         raise InvalidRequest(f"{at} is not supported: send the image as image_url", param=at)
     check_detail(part.get("detail"), f"{field}.detail")
     url = string_in(part, "image_url", field)
-    image = _Image(type="input_image", image_url=url, detail=part.get("detail") or "auto")
+    image = _Medium(type="input_image", image_url=url, detail=part.get("detail") or "auto")
     image.field = f"{field}.image_url"
     return image
+
+
+def _audio(part: Item, field: str) -> Item:
+    field = f"{field}.input_audio"
+    given = part.get("input_audio")
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"{field} must be an object with data and format", param=field)
+    audio_url(given, field)  # checks it
+    audio = _Medium(type="input_audio", input_audio={name: given[name] for name in ("data", "format")})
+    audio.field = f"{field}.data"
+    return audio
+
+
+_OF_TOOLS: Mapping[Any, Callable[[Item, str], Item]] = {"input_image": _image}
+"""Readers of the media that results of tools may have, by type."""
+_OF_USERS = {**_OF_TOOLS, "input_audio": _audio}
+"""Readers of the media that users' messages may have, by type."""
 
 
 def _part(part: Any, field: str, kind: str) -> Item:
     given = part.get("type") if isinstance(part, dict) else None
     name = _TEXTS.get(given) if isinstance(given, str) else None
     if name is None:
-        raise InvalidRequest(f"{field}: content parts of type {given!r} are not supported, only text", param=field)
+        raise InvalidRequest(f"{field}: content parts of type {given!r} are not supported here", param=field)
     text = part.get(name)
     if not isinstance(text, str):
         raise InvalidRequest(f"{field}.{name} must be a string", param=f"{field}.{name}")

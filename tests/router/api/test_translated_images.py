@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api_parts import error_of
-from tests.router.api.test_media_chats import TEXT, URL, api_of, prompt
+from tests.router.api.test_media_chats import SOUND, TEXT, URL, api_of, prompt
 from tests.router.media import pictures as made
 
 DATA = URL.partition(",")[2]
@@ -59,6 +59,23 @@ async def test_pictures_of_other_apis_reach_the_engine_in_a_chats_form(path: str
     blind = api_of()
     refused = await blind.http.post(path, json={"model": "SmolLM2-135M-Instruct", **body})
     assert (refused.status_code, "no node of the model takes image" in refused.text) == (400, True)
+
+
+async def test_audio_of_the_responses_api_reaches_the_engine_in_a_chats_form_also_from_a_stored_response():
+    api = api_of("audio", answers=[prompt(), prompt()])
+    content = [SOUND, {"type": "input_text", "text": TEXT["text"]}]
+    first = await api.http.post("/v1/responses", json={"input": [{**USER, "content": content}]})
+    assert first.status_code == 200, first.text
+    body = {"input": "And?", "previous_response_id": first.json()["id"]}
+    assert (await api.http.post("/v1/responses", json=body)).status_code == 200
+    heard = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,"}}
+    for request in api.cluster.media.asked:
+        assert json.loads(request.chat)["messages"][0]["content"] == [heard, TEXT]
+        assert request.files == (made.wav(),)
+    assert len(api.cluster.media.asked) == 2
+    damaged = {**SOUND, "input_audio": {"data": "UklGRg", "format": "wav"}}
+    error = error_of(await api.http.post("/v1/responses", json={"input": [{**USER, "content": [damaged]}]}))
+    assert error["param"] == "input[0].content[0].input_audio.data"
 
 
 @pytest.mark.parametrize(

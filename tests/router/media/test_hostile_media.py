@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.router.media.image_size import UnreadableImage
-from kvferry.router.media.jpeg_scans import MAX_SCANS, check_scans
+from kvferry.router.media.jpeg_scans import MAX_SCANS, SLICE, check_scans
 from kvferry.router.media.limits import MAX_MEDIA, MAX_MEDIA_BYTES
 from kvferry.router.media.loading import MediaLoader
 from kvferry.router.media.parts import media_parts
@@ -121,6 +121,25 @@ async def test_scans_count_up_to_the_end_of_the_picture():
         await check_scans(made.progressive(MAX_SCANS + 1, hidden))
     with pytest.raises(UnreadableImage, match="4096 parts"):
         await check_scans(b"\xff\x01" * 5000)
+
+
+@pytest.mark.parametrize("place", range(SLICE - 3, SLICE + 2))
+async def test_a_marker_may_lie_across_two_slices(place: int):
+    with pytest.raises(UnreadableImage, match="scans"):
+        await check_scans(made.progressive(MAX_SCANS)[:-2].ljust(place, b"\x12") + b"\xff\xda\0\2")
+
+
+@pytest.mark.parametrize("pixels", [b"\xff\0", b"\xff\xd3", b"\xff\0\xda", b"\x12\x34"])
+async def test_scans_behind_much_data_count(pixels: bytes):
+    start = made.progressive(1)[:-2]
+    with pytest.raises(UnreadableImage, match="scans"):
+        await check_scans(start + pixels * 10**5 + made.progressive(MAX_SCANS)[2:])
+    await check_scans(start + pixels * 10**5 + b"\xff\xd9" + made.progressive(MAX_SCANS)[2:])
+
+
+async def test_long_runs_of_fill_bytes_are_refused():
+    with pytest.raises(UnreadableImage, match="4096 parts"):
+        await check_scans(made.progressive(9, b"\xff" * 2 * SLICE))
 
 
 async def test_other_requests_get_turns_while_scans_are_counted():

@@ -60,6 +60,7 @@ async def test_times_of_words_and_streams_can_be_asked_for():
         ({"input_audio": {"data": WAV, "format": "../wav"}}, "input_audio.format"),
         ({"model": "other"}, "model"),
         ({"response_format": "xml"}, "response_format"),
+        ({"include": ["logprobs"]}, "include"),
         ({"timestamp_granularities": ["hour"]}, "timestamp_granularities[0]"),
     ],
 )

@@ -89,6 +89,8 @@ async def test_fields_reach_an_engine_by_name_alone():
         ({"timestamp_granularities[]": ["hour"]}, "timestamp_granularities[][0]"),
         ({"timestamp_granularities[]": ["word"] * 3}, "timestamp_granularities[]"),
         ({"model": "m" * 300}, "model"),
+        ({"include[]": ["logprobs"]}, "include"),
+        ({"include": "logprobs"}, "include"),
     ],
 )
 async def test_a_wrong_field_is_named(fields: dict[str, Any], param: str):

@@ -15,6 +15,7 @@ from kvferry.router.api.bodies.parse_pacing import (
     COUNT_BYTES,
     CREDIT_S,
     LONG_S,
+    MANY,
     MAX_OBJECTS,
     MAX_SHARED_WAIT_S,
     MAX_VALUES,
@@ -36,6 +37,12 @@ async def test_what_a_body_costs() -> None:
     assert await measured_s(b"1," * 2**15) < LONG_S, "nor is one of as many token ids"
     assert await measured_s(b"{},[" * 10**5) > LONG_S
     assert await measured_s(b"a" * 2**24) > LONG_S
+
+
+@pytest.mark.parametrize("marks", [0, 1, MANY - 1, MANY, MANY + 1, 5000])
+async def test_marks_are_counted_however_many_a_slice_has(marks: int) -> None:
+    slices = b"x" * COUNT_BYTES, (b"a," * marks).ljust(COUNT_BYTES), b"{[" * 9 + b"x" * COUNT_BYTES + b","
+    assert await counted(b"".join(slices)) == (marks + 1, 9, 9)
 
 
 async def test_short_ones_never_wait_and_long_ones_share() -> None:

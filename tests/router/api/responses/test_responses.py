@@ -188,6 +188,16 @@ async def test_an_error_before_the_first_token_has_its_status() -> None:
             "input[0].content[0]",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].input_audio"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
+            "input[0].content[0].input_audio.format",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"format": "wav"}}]}]},
+            "input[0].content[0].input_audio.data",
+        ),
+        ({"input": [{"role": "system", "content": [{"type": "input_audio"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
