@@ -64,7 +64,7 @@ end
 
 # KEYS: prefix. ARGV: tenant, name, key, owner, head, TTL in ms, longest TTL in ms, most bytes, most journals.
 # Returns the name of the journal that exists already; "" if this one is new now, or this call is repeated, and "!" if
-# it exceeds the share.
+# it exceeds the share or was deleted: a call that was repeated on another way may come late.
 OPEN = (
     _BOOKKEEPING
     + """
@@ -75,6 +75,7 @@ if ARGV[3] ~= '' then
 end
 local owner = redis.call('HGET', own .. ':' .. ARGV[2], 'owner')
 if owner then return owner == ARGV[4] and '' or ARGV[2] end
+if redis.call('EXISTS', own .. '#d:' .. ARGV[2]) == 1 then return '!' end
 create(ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[3])
 if ARGV[3] ~= '' then redis.call('SET', own .. '#k:' .. ARGV[3], ARGV[2], 'PX', ARGV[6]) end
 prolong(ARGV[1], ARGV[2], ARGV[6], ARGV[7])
@@ -148,12 +149,19 @@ return 1
 )
 
 # KEYS: prefix. ARGV: tenant, name, owner, TTL in ms to release it or 0 to delete it, longest TTL in ms.
+# A deleted journal with an idempotency key, and one that does not exist, cannot be opened for two minutes: its OPEN may
+# come late.
 RELEASE = (
     _BOOKKEEPING
     + """
-local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
-if redis.call('HGET', record, 'owner') ~= ARGV[3] then return 0 end
-if ARGV[4] == '0' then return forget(ARGV[1], ARGV[2]) end
+local record, deleted = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2], KEYS[1] .. ARGV[1] .. '#d:' .. ARGV[2]
+local owner = redis.call('HGET', record, 'owner')
+if not owner then redis.call('SET', deleted, '', 'PX', 120000) end
+if owner ~= ARGV[3] then return 0 end
+if ARGV[4] == '0' then
+  if redis.call('HGET', record, 'key') ~= '' then redis.call('SET', deleted, '', 'PX', 120000) end
+  return forget(ARGV[1], ARGV[2])
+end
 redis.call('HSET', record, 'owner', '')
 prolong(ARGV[1], ARGV[2], ARGV[4], ARGV[5])
 return 1

@@ -2,6 +2,7 @@
 
 kvferry:<cluster>:j:<tenant>:<name>     hash  owner, head, born (ms), key, and the entries by number; expires
 kvferry:<cluster>:j:<tenant>#k:<key>    string, the name of the journal with this idempotency key; expires with it
+kvferry:<cluster>:j:<tenant>#d:<name>   string, the journal is deleted and cannot be opened again; expires
 kvferry:<cluster>:j:<tenant>#ages       sorted set  name → milliseconds when the journal expires
 kvferry:<cluster>:j:<tenant>#sizes      hash  name → bytes, and the field "" with their sum
 
@@ -75,13 +76,14 @@ class RedisJournals:
         outcomes: list[AppendOutcome] = []
         for start in range(0, len(appends), APPENDS_PER_CALL):
             args: list[str | bytes | int] = [owner, *self._bounds]
-            for tenant, name, number, entry, ttl_s in appends[start : start + APPENDS_PER_CALL]:
+            batch = appends[start : start + APPENDS_PER_CALL]
+            for tenant, name, number, entry, ttl_s in batch:
                 place = f"{tenant}:{name}" if number == HEAD else f"{tenant}:{name}/{number}"
                 sealed = self._seal.wrap(place, entry) if entry else entry
                 args += (_hashed(tenant), name, number, sealed, _ms(ttl_s))
             answer = await self._scripts.run("append", args)
             with sensible():
-                outcomes += [AppendOutcome(int(each)) for each in answer]
+                outcomes += [AppendOutcome(int(each)) for each, _ in zip(answer, batch, strict=True)]
         return outcomes
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:

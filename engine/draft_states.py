@@ -22,10 +22,11 @@ class DraftRows(StateRows):
         return [*self.spare, *self.kept.values()]
 
     def rewind(self, length: int) -> int:
-        """Go back to the state after `length` tokens, or to the beginning if it is not kept; return its tokens."""
+        """Go back to the last state that is kept of at most `length` tokens, or to the beginning; return its tokens."""
+        length = max((each for each in self.kept if each <= length), default=0)
         row = self.kept.pop(length, -1)
         self.free()
-        self.before, self.length = row, length if row >= 0 else 0
+        self.before, self.length = row, length
         if row >= 0:
             self.kept[length] = row
         return self.length

@@ -18,6 +18,7 @@ from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import BlockLookup, Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.router_services import RouterServices
+from kvferry.router.dispatch.timers import Spacing
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_source import LastNodes, NodeSource
@@ -34,6 +35,8 @@ RETRIES, HEDGES = (0.1, 10.0, 100.0), (0.1, 0.5, 10.0)
 """Budgets for retries and hedges: share of all requests, minimum per second, and maximum burst.
 
 The minimum lets a small cluster recover from the loss of a node."""
+LOOKS_APART_S = 0.002
+"""Seconds between two requests' looks for other nodes while theirs may hang; each look costs a placement, 0.2 ms."""
 ROLE_S = 5.0
 """Longest time a node may take to answer a role change, in seconds."""
 BACKGROUND_CALLS_S = 1.0
@@ -110,6 +113,7 @@ class RouterCluster:
             PoisonRequests(clock),
             retries=RetryBudget(*RETRIES, clock),
             hedges=RetryBudget(*HEDGES, clock),
+            looks=Spacing(LOOKS_APART_S),
             request_log=self.request_log,
             session_notes=SessionNoter(self._client, self._background_calls),
             canary=canary,

@@ -17,6 +17,7 @@ from kvferry.router.dispatch.events import Event
 from kvferry.router.dispatch.pending_requests import PendingRequests
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.timers import Spacing
 from kvferry.router.nodes.model_nodes import FingerprintGroup, ModelNodes
 from kvferry.router.nodes.session_notes import SessionNoter
 from kvferry.router.request_log import RequestLog
@@ -35,6 +36,7 @@ class DispatchContext(Protocol):
     deaths        poison-request detection
     retries       budget for retries of requests without a first token
     hedges        budget for hedged attempts
+    looks         times at which requests look again for other nodes
     request_log   recent requests and events for the dashboard
     displacement  requests with targets, and patient ones that they preempt
     session_notes  notes about sessions for nodes
@@ -49,6 +51,7 @@ class DispatchContext(Protocol):
     deaths: PoisonRequests
     retries: RetryBudget
     hedges: RetryBudget
+    looks: Spacing
     request_log: RequestLog
     displacement: Displacement
     session_notes: SessionNoter

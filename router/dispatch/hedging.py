@@ -160,10 +160,12 @@ class HedgePolicy:
         return min(limit_s, GRANT_S) if limit_s > GRANT_S and self._is_crowded(placement) else limit_s
 
     def _look_again(self) -> None:
-        """Post NodeSuspected again in LOOK_AGAIN_S: another node may have become free or ready by then."""
+        """Post NodeSuspected again in LOOK_AGAIN_S: another node may have become free or ready by then.
+
+        All streams of a node that may hang do so, so their looks are spaced."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._look_at:
-            self._look_at = loop.time() + LOOK_AGAIN_S
+            self._look_at = self._context.looks.at(loop.time() + LOOK_AGAIN_S)
             loop.call_at(self._look_at, self._post_suspicion)
 
     def _post_suspicion(self) -> None:

@@ -57,6 +57,7 @@ class ModelCluster:
         self.background_calls, self.max_wait_s = shared.background_calls, shared.max_wait_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
         self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
+        self.looks = shared.looks
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
         self._prefixes, self._local_tokens = shared.prefixes, shared.local_tokens
         self._calls = MediaEncoding(model, shared)

@@ -10,6 +10,7 @@ from kvferry.router.dispatch.canary_release import CanaryRelease
 from kvferry.router.dispatch.poison_requests import PoisonRequests
 from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.retry_budget import RetryBudget
+from kvferry.router.dispatch.timers import Spacing
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.node_table import NodeTable
 from kvferry.router.nodes.session_notes import SessionNoter
@@ -32,6 +33,7 @@ class RouterServices:
     deaths: PoisonRequests
     retries: RetryBudget
     hedges: RetryBudget
+    looks: Spacing
     request_log: RequestLog
     session_notes: SessionNoter
     canary: CanaryRelease | None = None

@@ -1,4 +1,4 @@
-"""Event queue and timers of one dispatch (deadline, stall, late token), and the backoff while no node has room."""
+"""Event queue and timers of one dispatch (deadline, stall, late token), and pauses between repeated placements."""
 
 from __future__ import annotations
 
@@ -142,6 +142,18 @@ class Timers:
     @property
     def _stalled_at(self) -> float:
         return self._progress + max(MIN_STALL_S, STALL_SHARE * (self.deadline - self._progress))
+
+
+class Spacing:
+    """Times for work that many requests repeat: at least `gap_s` apart, however many there are."""
+
+    def __init__(self, gap_s: float) -> None:
+        self._gap_s, self._last = gap_s, -inf
+
+    def at(self, soonest: float) -> float:
+        """Return the next free time from `soonest` on, and take it."""
+        self._last = max(soonest, self._last + self._gap_s)
+        return self._last
 
 
 class Backoff:

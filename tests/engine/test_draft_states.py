@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.budget import Limits
 from kvferry.engine.draft_model import MAX_CATCH_UP, DraftModel
+from kvferry.engine.draft_states import DraftRows
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.ledger import Ledger
 from kvferry.engine.models.base import KeepGoing, Model, SuspendedPass
@@ -20,7 +21,7 @@ from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.state_memory import StateMemory, make_rows
-from kvferry.engine.state_rows import ROWS
+from kvferry.engine.state_rows import ROWS, StateRowPool
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
 from kvferry.kernels.decoder_step import always
@@ -38,6 +39,19 @@ from tests.toy import VOCAB, expected, make_job, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+
+
+def test_a_state_that_is_not_kept_costs_the_tokens_after_the_last_one_that_is() -> None:
+    """A stream that was drafted for again after an abandoned step was computed anew from its first token."""
+    rows = DraftRows(StateRowPool(5), [])
+    assert rows.reserve(3)
+    rows.record(40)
+    rows.record(20)
+    rows.record(1)
+    assert rows.rewind(59) == 40
+    assert (rows.before, rows.length, rows.kept) == (rows.kept[40], 40, {40: rows.before})
+    assert rows.rewind(39) == 0
+    rows.pool.check([rows])
 
 
 class Guessing(RecurrentToy):

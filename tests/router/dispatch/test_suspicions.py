@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -273,3 +274,12 @@ async def test_a_stream_that_leaves_a_draining_node_is_not_begun_elsewhere_besid
         bench[here].pulse = MOVES
         assert ids(await task) == expected(PROMPT, TOKENS)
         assert bench.retries() == {"move": 1}
+
+
+async def test_looks_for_other_nodes_are_spaced() -> None:
+    """2000 streams of one node that may hang looked 8000 times a second, for 0.2 ms each."""
+    async with Bench([decode("d1")]) as bench:
+        looks = bench.cluster.looks
+        times = [looks.at(5.0) for _ in range(500)]
+        assert all(later - sooner > 0.001 for sooner, later in pairwise(times))
+        assert looks.at(60.0) == 60.0, "those of before cost nothing later"
