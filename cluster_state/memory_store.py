@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvferry.cluster_state.index import ON_STORE, ROW_TTL_S, owner, store_hashes
-from kvferry.cluster_state.journal_calls import Values
 from kvferry.cluster_state.prefix_search import longest
 from kvferry.cluster_state.registry import LEASE_S, Announced
 from kvferry.protocol.errors import RegistryUnavailable
@@ -85,7 +84,7 @@ class MemoryLeaseRecords:
 class NoJournalScripts:
     """Scripts of a store that holds no journals. Implements journal_calls.JournalScripts."""
 
-    async def run(self, name: str, args: Sequence[str | bytes | int]) -> Values:
+    async def run(self, name: str, args: Sequence[str | bytes | int]) -> tuple[bytes, ...]:
         """Raise RegistryUnavailable."""
         raise RegistryUnavailable("a store in memory holds no journals")
 

@@ -23,11 +23,13 @@ from tests.crowded import SecondTries, send_at_once
 from tests.longest import begin_first
 from tests.shared_tls import share_tls_context
 from tests.short_form import shorten
+from tests.undisturbed_parsing import parse_undisturbed
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvferry")
 share_tls_context()
+parse_undisturbed()
 
 
 @pytest.hookimpl(trylast=True)
