@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -112,7 +113,7 @@ def test_steps_follow_the_limits() -> None:
     given = WorkerSettings(max_num_seqs=64, num_speculative_tokens=3)
     limits = Limits(512, 256, 64)
     target, draft = largest_steps(given, limits, (ToyModel(), layout), (ToyModel(), layout), [])
-    assert (target.tokens, target.rows, draft.tokens) == (512, 4 * 72, 128)
+    assert (target.tokens, target.rows, draft.tokens) == (512, 4 * 66, 128)
     assert len(largest_steps(given, limits, (ToyModel(), layout), (None, None), [])) == 1
     assert target.graph_bytes() > sum((1, 2, 4, *range(8, 129, 8))) * 101 * 4
 
@@ -190,7 +191,7 @@ def test_another_rank_computes_the_step_and_answers_what_remains() -> None:
     decoder = SimpleNamespace(device=CPU, config=None, logits=lambda hidden: computed.append(len(hidden)))
     part = RankWorker(cast(Decoder, decoder), cast(Any, _Apart()))
     ours, theirs = Pipe()
-    line, found = RankChannel(theirs.fileno()), list[tuple[str, int]]()
+    line, found = RankChannel(os.dup(theirs.fileno())), list[tuple[str, int]]()
     memory = Memory(1000, 800, total=1000, peak=100)
     profiler = MemoryProfiler(memory, 0.9)
     thread = threading.Thread(target=lambda: found.append(rank.profile(part, line, profiler)))
