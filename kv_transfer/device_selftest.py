@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -27,7 +28,8 @@ BLOCK_BYTES = 2 << 20
 LIMIT_S = 60.0
 """Longest duration of the whole test in seconds; children import torch and open the device."""
 TAG = block_tag(1, 1, 0)
-LANDED = "kvferry: landed"
+ADDRESS, LANDED = "kvferry: address", "kvferry: landed"
+"""Beginnings of a child's lines: the receiver's address, and the sender's outcome."""
 LIBRARIES = {"cuda": ("libcuda.so.1", "libnvidia-ml.so.1"), "rocm": ()}
 """Libraries of the driver that UCX's module of the platform loads."""
 
@@ -44,18 +46,20 @@ def device_self_test(
     receiver = _started(arguments)
     limit = threading.Timer(LIMIT_S, receiver.kill)
     limit.start()
+    output, address, sent = "", "", ""
     try:
         assert receiver.stdout is not None
-        lines = iter(receiver.stdout.readline, "")
-        address = next((line.split()[-1] for line in lines if line.startswith("kvferry: address")), "")
+        while not address and (line := receiver.stdout.readline()):
+            output += line
+            address = line.split()[-1] if line.startswith(ADDRESS) else ""
         sent = _sent(arguments, address) if address else ""
-        received = "".join(lines) if LANDED in sent or not address else receiver.communicate()[0]
     finally:
         limit.cancel()
+        ended = receiver.poll()
         receiver.kill()
-        receiver.wait()
+        output += receiver.communicate()[0]
     if f"{LANDED} whole" not in sent:
-        raise _failed(memory, platform, sent or received, receiver.returncode)
+        raise _failed(memory, platform, f"{output}\n{sent}", ended)
     return lane_of(sent, size_bytes, platform or "host")
 
 
@@ -78,9 +82,11 @@ def _sent(arguments: list[str], address: str) -> str:
     return output + (f"\nthe sender ended with status {sender.returncode}" if sender.returncode else "")
 
 
-def _failed(memory: str, platform: str, output: str, status: int) -> ConfigError:
-    words = [line for line in output.splitlines() if line.strip() and "|" not in line and "+-" not in line]
-    last = "; ".join(words[-2:]) or f"the receiver ended with status {status}"
+def _failed(memory: str, platform: str, output: str, status: int | None) -> ConfigError:
+    """status: of the receiver, if it ended by itself; negative: the number of the signal."""
+    lines = (line for line in output.splitlines() if line.strip() and not re.search(r"\||\+-|^kvferry: address", line))
+    words = [*list(lines)[-2:], *([f"the receiver ended with status {status}"] if status else [])]
+    last = "; ".join(words) or f"no answer within {LIMIT_S:g} s"
     remedy = missing(platform) or "try --ucx-transports tcp,cuda_copy, and run both processes in one IPC namespace"
     return ConfigError(f"no block of {memory} reaches another process: {last}. {remedy}", param="ucx_transports")
 
@@ -126,7 +132,7 @@ class _Child:
         """Receive the block from the first peer and tell it the outcome; run until the parent kills the process."""
         self.block = self._block(np.zeros_like(self.pattern))
         self.link.start(self)
-        print("kvferry: address", self.link.address)
+        print(ADDRESS, self.link.address)
         threading.Event().wait(LIMIT_S)
 
     def message(self, peer: Peer, data: bytes) -> None:
