@@ -39,6 +39,7 @@ from kvferry.worker.engine_parts import EngineParts, arithmetic
 from kvferry.worker.grammar_masks import make_masks
 from kvferry.worker.kv_format import kv_format
 from kvferry.worker.largest_step import draft_chunk, largest_steps
+from kvferry.worker.link_check import check_device_link
 from kvferry.worker.media_loading import load_media
 from kvferry.worker.memory_profile import available_to_pool, start_profiler
 from kvferry.worker.model_loading import load
@@ -64,6 +65,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     if device.type == "cuda":
         torch.cuda.set_device(device)
         refuse_expandable_segments(os.environ)
+        check_device_link(settings, device)
     source = resolve_runnable(settings.model, settings.load_format)
     if settings.role == "encode":
         return assemble_encode_node(settings, source, device, progress)
