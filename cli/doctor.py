@@ -10,7 +10,7 @@ from typing import Literal, TextIO
 
 from kvferry.cli import preflight
 from kvferry.cli.cpu_instructions import compiled_for, instruction_set
-from kvferry.cli.gpu_detection import gpus, loaded, unused_gpu
+from kvferry.cli.gpu_detection import gpu_for_blocks, gpus, loaded, unused_gpu
 from kvferry.cli.health import answers_health
 from kvferry.cli.resource_plan import UNKNOWN, needs_of, plan_workers, require_memory
 from kvferry.model_files.memory_needs import ModelNeeds
@@ -60,6 +60,22 @@ def transfer(settings: ServeSettings) -> Result:
     from kvferry.kv_transfer.selftest import self_test
 
     return Result("ok", "ucx", self_test(settings.ucx_transports, settings.ucx_net_devices).describe())
+
+
+def device_transfer(settings: ServeSettings) -> Result:
+    """Check that UCX moves a block of a GPU to another process, and report over which lane."""
+    device, platform = gpu_for_blocks(settings.device)
+    if not device:
+        return Result("ok", "ucx-gpu", "no GPU, so KV blocks are in host memory")
+    from kvferry.kv_transfer.device_selftest import device_self_test
+
+    lane = device_self_test(device, platform, settings.ucx_transports, settings.ucx_net_devices)
+    found = f"a block of {device} reached another process whole, {lane.describe()}"
+    if lane.is_direct:
+        return Result("ok", "ucx-gpu", found)
+    return Result(
+        "warn", "ucx-gpu", found, f"add {platform}_ipc to --ucx-transports; containers need one IPC namespace"
+    )
 
 
 def instructions(settings: ServeSettings) -> Result:
@@ -194,6 +210,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("tokens", tokens),
     ("gpu", gpu),
     ("ucx", transfer),
+    ("ucx-gpu", device_transfer),
     ("store", store),
 )
 

@@ -68,6 +68,14 @@ def loaded() -> str:
     return f"{', '.join(names)} ({', '.join(kinds)}), ROCm {torch.version.hip}"
 
 
+def gpu_for_blocks(device: str) -> tuple[str, str]:
+    """Return the first GPU that --device chooses and its platform for UCX, cuda or rocm; ("", "") on a CPU."""
+    platform, _ = torch_build()
+    if device == "cpu" or platform is None or not gpus():
+        return "", ""
+    return device if ":" in device else "cuda:0", "rocm" if platform == "hip" else "cuda"
+
+
 def unused_gpu() -> str:
     """Return the build of torch, CUDA or ROCm, that would use a GPU of this machine and is missing; "" if none."""
     platform, _ = torch_build()

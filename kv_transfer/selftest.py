@@ -57,7 +57,7 @@ class _End:
 
 def self_test(transports: str = "", net_devices: str = "", size_bytes: int = 16 << 20) -> TransferResult:
     """Send size_bytes (rounded up to whole blocks) ROUNDS times and compare. Raises ConfigError naming the remedy."""
-    host = _host(net_devices)
+    host = host_of(net_devices)
     near, far = _End(), _End()
     sender = UcxLink(host, transports=transports, net_devices=net_devices)
     receiver = UcxLink(host, transports=transports, net_devices=net_devices)
@@ -74,7 +74,7 @@ def self_test(transports: str = "", net_devices: str = "", size_bytes: int = 16 
     return TransferResult(rate, size_bytes, transports or "tcp,posix,self")
 
 
-def _host(net_devices: str) -> str:
+def host_of(net_devices: str) -> str:
     """Return an address of the named network devices to dial; the loopback address if lo is among them."""
     devices = [name.partition(":")[0] for name in net_devices.split(",") if name]
     if not devices or "lo" in devices:

@@ -54,12 +54,17 @@ def require_rocm() -> None:
     """Raise ConfigError unless the loaded UCX is built with ROCm, which no build on PyPI is.
 
     Other builds cannot distinguish AMD's GPU memory from host memory."""
-    folders = {Path(found).parent for found in re.findall(r"/\S*/libuct\.so\S*", MAPPED.read_text())}
-    if not any(any((folder / "ucx").glob("libuct_rocm.so*")) for folder in folders):
+    if not has_module("rocm"):
         raise ConfigError(
             "the KV pool is on a GPU of AMD, and this UCX is not built with ROCm; install a UCX of the system with "
             "ucx-rocm (or one built --with-rocm) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
         )
+
+
+def has_module(platform: str) -> bool:
+    """Return whether the loaded UCX has a module for memory of this platform: cuda or rocm."""
+    folders = {Path(found).parent for found in re.findall(r"/\S*/libuct(?:-\w+)?\.so\S*", MAPPED.read_text())}
+    return any(any((folder / "ucx").glob(f"libuct_{platform}.so*")) for folder in folders)
 
 
 def context_options(host: str, transports: str = "", net_devices: str = "", gpu: str = "") -> dict[str, str]:

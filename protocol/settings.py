@@ -143,7 +143,17 @@ class WorkerSettings(HostSettings, NodeMediaSettings):
     enable_expert_parallel: bool = setting(False, "give each rank whole experts instead of a part of each")
     block_size: int = setting(16, "tokens per KV block", min=1)
     kv_cache_gib: float = setting(
-        0.0, "size of the KV pool in GiB; 0: 1 GiB on a CPU, 80 % of free memory on a GPU", min=0, max=MAX_GIB
+        0.0,
+        "size of the KV pool in GiB; 0: 1 GiB on a CPU, on a GPU what --gpu-memory-utilization leaves",
+        min=0,
+        max=MAX_GIB,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "share of a GPU's memory for weights, the largest step, which is measured at start, and the KV pool; unused "
+        "with --kv-cache-gib or --kv-blocks",
+        min=0.05,
+        max=1.0,
     )
     kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib unless 0", min=0)
     kv_host_gib: float = setting(

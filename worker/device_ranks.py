@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +13,7 @@ from kvferry.engine.ranks.device_group import DeviceGroup
 from kvferry.engine.ranks.group import Group
 from kvferry.engine.ranks.rendezvous import FileRendezvous, Rendezvous
 from kvferry.engine.ranks.sharded_model import ShardedModel
+from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.layout import KVLayout
 from kvferry.protocol.settings import WorkerSettings
 from kvferry.worker.block_parts import RankPart, Segments
@@ -19,7 +21,7 @@ from kvferry.worker.device_rank_pool import DeviceRankPool
 from kvferry.worker.hosts.remote_parts import RemotePart
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory
-from kvferry.worker.ranks import MOVES, Ranks
+from kvferry.worker.ranks import MOVES, PROFILED, MeasureRoom, Ranks
 from kvferry.worker.shared_rows import SharedRows
 
 
@@ -44,8 +46,26 @@ class DeviceRanks(Ranks):
         """Return the bytes available to whole blocks, limited by the rank with the least memory.
 
         beside: additional bytes that each rank stores with its part of a block."""
+        return self._of_whole_blocks(min(available_bytes(self.device), *self._available), layout, beside)
+
+    def profiled(self, room: MeasureRoom, run: Callable[[], None], layout: KVLayout, beside: int) -> float:
+        """Measure on all ranks while they compute on pools of one block; the rank with the least room counts."""
+        self._broadcast(pickle.dumps((layout, 1)))
+        rooms = [room(run)]
+        self._broadcast(PROFILED)
+        for rank in range(1, self._joined.ranks):
+            try:
+                wrong, own = pickle.loads(self._lines.receive(rank - 1))  # noqa: S301 - from a rank of this node
+            except (OSError, EOFError):
+                wrong, own = f"rank {rank} exited in the largest step; see its log", 0
+            if wrong:
+                raise ConfigError(wrong, param="gpu_memory_utilization")
+            rooms.append(own)
+        return self._of_whole_blocks(min(rooms), layout, beside)
+
+    def _of_whole_blocks(self, least: float, layout: KVLayout, beside: int) -> float:
+        """Return the bytes of whole blocks whose parts take `least` bytes on one rank."""
         own = layout.of_rank(self._joined.ranks).block_bytes + beside
-        least = min(available_bytes(self.device), *self._available)
         return least * (layout.block_bytes + beside) / own
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:

@@ -38,9 +38,12 @@ from kvferry.worker.encoder_factory import assemble_encoder
 from kvferry.worker.engine_parts import EngineParts, arithmetic
 from kvferry.worker.grammar_masks import make_masks
 from kvferry.worker.kv_format import kv_format
+from kvferry.worker.largest_step import draft_chunk, largest_steps
+from kvferry.worker.link_check import check_device_link
 from kvferry.worker.media_loading import load_media
+from kvferry.worker.memory_profile import available_to_pool, start_profiler
 from kvferry.worker.model_loading import load
-from kvferry.worker.pool_memory import GIB, available_bytes, make_pool, pool_blocks
+from kvferry.worker.pool_memory import GIB, make_pool, pool_blocks
 from kvferry.worker.rank_launcher import start_ranks
 from kvferry.worker.recurrent_states import (
     checked_states,
@@ -62,6 +65,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     if device.type == "cuda":
         torch.cuda.set_device(device)
         refuse_expandable_segments(os.environ)
+        check_device_link(settings, device)
     source = resolve_runnable(settings.model, settings.load_format)
     if settings.role == "encode":
         return assemble_encode_node(settings, source, device, progress)
@@ -77,6 +81,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     decodes = settings.role == "decode" or settings.elastic
     drafting = resolve_draft(settings, source) if decodes else None
     ranks = start_ranks(settings, device, source.revision)
+    profiler = start_profiler(settings, device)
     model = load(
         settings, source, device, ops, progress, settings.weights_fd, ranks.part if ranks is not None else None
     )
@@ -94,14 +99,16 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     layout = model.info.layout(dtype, settings.block_size)
     small_layout = draft_layout(small, settings.block_size, kv_dtype)
     beside = small_layout.block_bytes if small_layout is not None else 0
-    available = ranks.available(layout, beside) if ranks is not None else available_bytes(device)
+    adapters = read_first(settings, model)
+    limits = step_limits(settings, device, ops.instruction_set if isinstance(ops, CpuOps) else "")
+    steps = largest_steps(settings, limits, (model, layout), (small, small_layout), [each for _, each in adapters])
+    available = available_to_pool(profiler, ranks, steps, graphs=graphs, beside=beside)
     state_rows = count_rows(settings, model.info, available)
     available -= rows_bytes(model.info, state_rows)
     drafting_rows = draft_rows(small, settings, available)
     available -= rows_bytes(small.info, drafting_rows) if small is not None else 0
-    num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available)
+    num_blocks = pool_blocks(settings, layout.block_bytes + beside, device, available, measured=profiler is not None)
     kv = ranks.make_pool(layout, num_blocks) if ranks is not None else make_pool(layout, num_blocks, device)
-    limits = step_limits(settings, device, ops.instruction_set if isinstance(ops, CpuOps) else "")
     room = longest_chain(layout, num_blocks - require_room(model.info, layout, num_blocks), limits)
     max_model_len = longest_sequence(settings, model.info, room)
     fingerprint = layout.fingerprint(model.info.revision, arithmetic(settings, model, ops), model.info.state_floats)
@@ -118,7 +125,7 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
     runner = Runner(model, kv, settings.block_size, masks, pooler, core_turns, states)
     draft = make_draft(
         small, small_layout, num_blocks, state_rows=drafting_rows, prefix_caching=settings.enable_prefix_caching,
-        chunk=limits.max_num_batched_tokens // 4, vocab_size=model.info.vocab_size, core_turns=core_turns,
+        chunk=draft_chunk(limits), vocab_size=model.info.vocab_size, core_turns=core_turns,
     )  # fmt: skip
     encoding = (media.encoder, media.embeddings) if media is not None else (None, None)
     engine = Engine(config, runner, pool, draft, *encoding)
@@ -132,7 +139,6 @@ def assemble(settings: WorkerSettings, progress: Callable[[float], None] | None 
         engine.prefault = Prefault(
             Region(kv, lambda: 1 - pool.free_blocks / num_blocks), *rows_in_use(engine.states, states)
         )
-    adapters = read_first(settings, model)
     for _, adapter in adapters:
         engine.adapters.put(adapter)
     log.info(

@@ -20,7 +20,7 @@ from kvferry.worker.device_copies import DeviceCopies
 
 GIB = 1024**3
 GPU_POOL_SHARE = 0.8
-"""Share of a GPU's free memory that the pool takes."""
+"""Share of a GPU's free memory that the pool takes where no profile measured what the largest step needs."""
 MEMORY_MARGIN = 0.95
 """Share of the available memory that the pool may take."""
 
@@ -65,21 +65,28 @@ def available_bytes(device: torch.device) -> int:
 
 
 def pool_blocks(
-    settings: WorkerSettings, block_bytes: int, device: torch.device, available: float | None = None
+    settings: WorkerSettings,
+    block_bytes: int,
+    device: torch.device,
+    available: float | None = None,
+    *,
+    measured: bool = False,
 ) -> int:
     """Return the number of blocks of the pool.
 
     block_bytes: size of one block, including the draft model's part of the same tokens. available: free bytes; None:
-    ask the device. Raises ConfigError when the blocks do not fit in memory."""
+    ask the device. measured: a memory profile left `available` to the pool, which takes all of it. Raises ConfigError
+    when the blocks do not fit in memory."""
     available = available_bytes(device) if available is None else available
     if settings.kv_blocks:
         blocks, flag = settings.kv_blocks, "kv_blocks"
     else:
-        default = GPU_POOL_SHARE * available if device.type == "cuda" else CPU_POOL_GIB * GIB
+        share = 1.0 if measured else GPU_POOL_SHARE
+        default = share * available if measured or device.type == "cuda" else CPU_POOL_GIB * GIB
         wanted = settings.kv_cache_gib * GIB if settings.kv_cache_gib else default
         blocks, flag = int(wanted // block_bytes), "kv_cache_gib"
     name = flag.replace("_", "-")
-    if blocks * block_bytes > MEMORY_MARGIN * available:
+    if not measured and blocks * block_bytes > MEMORY_MARGIN * available:
         needed = blocks * block_bytes / GIB
         raise ConfigError(
             f"the KV pool would take {needed:.2f} GiB but {available / GIB:.2f} GiB are available; lower --{name}",

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -35,9 +36,11 @@ from kvferry.runtime.rank_channel import RankChannel
 from kvferry.worker import device_rank_pool
 from kvferry.worker.block_parts import Segments
 from kvferry.worker.hosts import remote_parts
+from kvferry.worker.memory_profile import MemoryProfiler, start_profiler
 from kvferry.worker.model_loading import load
 from kvferry.worker.pool_memory import available_bytes, make_pool
 from kvferry.worker.rank_memory import RankMemory, shared_pool
+from kvferry.worker.ranks import PROFILED
 from kvferry.worker.shared_rows import SharedRows
 
 log = logging.getLogger("kvferry.worker")
@@ -64,7 +67,7 @@ def compute(
     device = device_of(rank % settings.ranks_per_host, torch.device(settings.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    memory = RankMemory(memory_fd, ranks)
+    memory, profiler = RankMemory(memory_fd, ranks), start_profiler(settings, device)
     group = (
         DeviceGroup(rank, ranks, device, _rendezvous(settings, rendezvous_fd))
         if moves is not None
@@ -79,6 +82,9 @@ def compute(
     line.send(pickle.dumps(("", available_bytes(device))))
     if isinstance(group, DeviceGroup):
         group.connect(bytes(line.receive()))  # once all ranks have loaded
+    part = RankWorker(decoder, group)
+    if profiler is not None:
+        line.send(pickle.dumps(profile(part, line, profiler)))
     layout, blocks = _pool_of(line)
     if moves is None:
         kv = make_pool(layout, blocks, device, partial(shared_pool, pool_fd))
@@ -86,7 +92,32 @@ def compute(
         kv = make_pool(layout.of_rank(ranks), blocks, device)
         rows = None if settings.node_rank else SharedRows(pool_fd, layout.block_bytes)
         threading.Thread(target=_move, args=(moves, Segments(kv, layout, rank, ranks), rows), daemon=True).start()
-    follow(RankWorker(decoder, group), kv, line.receive)
+    follow(part, kv, line.receive)
+
+
+def profile(part: RankWorker, line: RankChannel, profiler: MemoryProfiler) -> tuple[str, int]:
+    """Run rank 0's largest step on a small pool; return an error or "", and the bytes that remain for the pool."""
+    layout, blocks = _pool_of(line)
+    kv = make_pool(layout.of_rank(part.group.ranks), blocks, part.decoder.device)
+
+    def receive() -> bytes | bytearray:
+        message = line.receive()
+        if message == PROFILED:
+            raise _Profiled
+        return message
+
+    def run() -> None:
+        with suppress(_Profiled):
+            follow(part, kv, receive)
+
+    try:
+        return "", profiler.room(run)
+    except ConfigError as error:
+        return error.message, 0
+
+
+class _Profiled(Exception):
+    """Rank 0 has run the largest step."""
 
 
 def _rendezvous(settings: WorkerSettings, rendezvous_fd: int) -> Rendezvous:

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +32,10 @@ from kvferry.worker.rank_memory import RankMemory, make_memory, shared_pool
 
 CALLS, MOVES = "calls", "moves"
 """Purposes of a channel to another rank: calls of the model, and moves of parts of blocks."""
+PROFILED = b"profiled"
+"""Message that ends the calls of the memory profile."""
+MeasureRoom = Callable[[Callable[[], None]], int]
+"""Function that runs the largest step and returns the bytes that remain for the KV pool: `MemoryProfiler.room`."""
 
 
 class Ranks:
@@ -75,6 +80,12 @@ class Ranks:
 
         beside: additional bytes that each block needs on this rank's device."""
         return available_bytes(self.device)
+
+    def profiled(self, room: MeasureRoom, run: Callable[[], None], layout: KVLayout, beside: int) -> float:
+        """Return `available` as measured while all ranks run the largest step; only for ranks on GPUs.
+
+        Raises ConfigError."""
+        raise NotImplementedError("ranks that share a pool on a CPU are not profiled")
 
     def make_pool(self, layout: KVLayout, blocks: int) -> torch.Tensor:
         """Make the pool as `pool_memory.make_pool` does, in memory that all ranks share.
