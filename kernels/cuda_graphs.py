@@ -14,7 +14,7 @@ import torch
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_spec import DecoderForm
 from kvferry.kernels.decoder_step import NextLogits, OneByOne, always
-from kvferry.kernels.graph_inputs import CHUNK_DECODES, CHUNK_TOKENS, GraphInputs, GraphSize, captured_size
+from kvferry.kernels.graph_inputs import GraphInputs, GraphSize, captured_size
 
 log = logging.getLogger("kvferry.kernels")
 
@@ -99,7 +99,7 @@ class _Graphs:
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
             hidden = self._one_by_one(inputs.ids[inputs.tokens(size)], kv, inputs.plan(size))
-            return (self._kept(hidden), None) if self._chunks else (hidden, self._form.logits(hidden))
+            return (self._kept(hidden, inputs), None) if self._chunks else (hidden, self._form.logits(hidden))
 
         try:
             replay, (hidden, logits) = self._capture(run)
@@ -111,10 +111,10 @@ class _Graphs:
         self.recorded[size] = _Recorded(replay, hidden, logits)
         return self.recorded[size]
 
-    def _kept(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _kept(self, hidden: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """Copy hidden states into an array that all graphs share, or each would keep memory for its own."""
         if self._hidden is None:
-            self._hidden = hidden.new_empty(CHUNK_DECODES[-1] + CHUNK_TOKENS[-1], hidden.shape[1])
+            self._hidden = hidden.new_empty(len(inputs.ids), hidden.shape[1])
         return self._hidden[: len(hidden)].copy_(hidden)
 
 

@@ -15,7 +15,7 @@ CAPTURED_ROWS = (1, 2, 4, *range(8, 129, 8))
 """Captured batch sizes of decodes alone. Batches between them are padded; larger ones run layer by layer."""
 CHUNK_TOKENS = tuple(range(64, 513, 64))
 """Captured numbers of prompt tokens in a step with chunks. More tokens keep a device busy for longer than the host."""
-CHUNK_DECODES = (0, 8, 32, 128)
+CHUNK_DECODES = (0, 8, 16, 32, 64, 128)
 """Captured numbers of decodes beside chunks: multiples of 8, so that arrays begin at whole 16 bytes, as Triton's do."""
 MAX_CHUNKS = 4
 """Maximum number of chunks in a captured step. Chunks that a batch lacks are empty sequences."""
