@@ -1,9 +1,10 @@
-"""Steps with prompt chunks that are captured and replayed, alone and beside decodes: by a tape over Triton's interpreter,
-by CUDA graphs on a GPU. Collected by test_triton_chunk_graphs.py."""
+"""Steps with prompt chunks that are captured and replayed, alone and beside decodes: by a tape over Triton's
+interpreter, by CUDA graphs on a GPU. Collected by test_triton_chunk_graphs.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from kvferry.kernels import graph_inputs
 from kvferry.kernels.cuda_graphs import GraphStep
 from kvferry.kernels.decoder_spec import Latent
-from kvferry.kernels.graph_inputs import GraphSize
+from kvferry.kernels.graph_inputs import GraphInputs, GraphSize, captured_size
+from kvferry.kernels.reference import ReferenceOps
 from kvferry.kernels.triton import TritonOps
-from tests.kernels.interpreted import DEVICE
+from tests.device_plans import moved
+from tests.kernels.interpreted import DEVICE, bfloat16_products  # noqa: F401
 from tests.kernels.paged_batch import make_plan
+from tests.kernels.recurrent_batch import Layer, convolution, delta_rule, equal, plan_of, scan
 from tests.kernels.tape import capture
 from tests.kernels.triton_graph_cases import MIXTURE, PLACE, Streams, decoder
 
@@ -123,9 +127,7 @@ def test_replayed_chunks_of_a_mixture_choose_experts_anew() -> None:
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.02)
 
 
-def test_without_chunks_that_can_be_captured_decodes_still_are(
-    plain: Mixed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_chunks_that_can_be_captured_decodes_still_are(plain: Mixed, caplog: pytest.LogCaptureFixture) -> None:
     """As when memory does not suffice for the largest chunk."""
     taping, calls = capture(), []
 
@@ -164,3 +166,41 @@ def test_a_graph_of_a_short_context_is_replayed_at_a_longer_one() -> None:
     assert model._step.sizes == [GraphSize(0, 24)]
     compare(Mixed(model).run(long), Mixed(decoder(TritonOps(4))).run(long))
     assert DEVICE != "cpu" or len(model._step.sizes) == 1
+
+
+@pytest.mark.parametrize(("make", "name"), [(convolution, "LFM2"), (delta_rule, "tiny"), (scan, "odd")])
+def test_states_of_recurrent_layers_pass_padding_rows_by(make: Callable[..., Layer], name: str) -> None:
+    """Padding rows hold NaN, before decodes and behind chunks; a batch before had more of both."""
+    inputs: GraphInputs | None = None
+    numbers = [((1, 1, 1, 9, 8), (5, -1, 3, 2, -1), (4, 1, 6, 0, 7)), ((1, 3, 2), (2, -1, 5), (3, 4, 6))]
+    for lens, before, after in numbers:
+        layer = make(name, sum(lens), torch.float32)
+        rows = layer.rows(8)
+        wanted, own = rows.clone(), rows.to(PLACE)
+        expected = layer.run(ReferenceOps(), plan_of(lens, wanted, before, after))
+        zeros = torch.zeros(sum(lens), dtype=torch.int64)
+        of_seqs = torch.ones(len(lens), dtype=torch.int32)
+        plan = replace(
+            plan_of(lens, own, before, after),
+            positions=zeros,
+            slots=zeros,
+            block_table=of_seqs[:, None],
+            total_len=of_seqs,
+        )
+        plan = moved(plan, DEVICE)
+        if inputs is None or plan.states is None:
+            inputs = GraphInputs(64, plan.block_size, PLACE, own, chunks=True)
+        inputs.states = own
+        size = captured_size(plan)
+        assert size is not None
+        place = inputs.fill(zeros.to(PLACE), plan, size)
+        padded = []
+        for index, each in enumerate(layer.inputs):
+            if each is not None and index in layer.of_tokens:
+                wide = torch.full((size.decodes + size.tokens, *each.shape[1:]), torch.nan, device=PLACE)
+                wide[place] = each.to(PLACE)
+                each = wide
+            padded.append(None if each is None else each.to(PLACE))
+        found = replace(layer, inputs=tuple(padded)).run(TritonOps(1), inputs.plan(size))
+        equal(found[place].cpu(), expected, torch.float32, 1e-5 if DEVICE == "cpu" else 5e-3)
+        equal(own.cpu(), wanted, torch.float32, 1e-5 if DEVICE == "cpu" else 5e-3)
