@@ -42,6 +42,7 @@
 # make sbom     the list of parts of a worker for CPUs, in CycloneDX's format, into dist/
 # make images    both images for this machine; all platforms into a registry: make images PUSH=1 REGISTRY=ghcr.io/me/
 # make lock      renew what the images install; the newest that fits: make lock ARGS=--upgrade (also needs torch's CPU index)
+#                make lock ROCM_INDEX_URL=https://download.pytorch.org/whl/rocm7.1 writes torch-rocm.txt for the image worker-rocm
 # make audit    known vulnerabilities of what the images install; fails, too, if the service that knows them does not answer
 # make test-images  install what the images install, as they do, measure it, and serve from it; where a Docker engine answers, in it, too
 # make test-deploy  the chart, overlays, alerts, dashboards, scaling and images' lists, and rollouts of the processes they start
@@ -291,7 +292,7 @@ sbom: $(VENV)/python.done
 	  --pyproject pyproject.toml --output-reproducible --output-file dist/kvferry-$(VERSION).cdx.json -
 
 # What a machine keeps for itself has no list of parts; what is pushed has one for each platform, and the times of the
-# commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL and SOURCE go to deploy/docker/bake.json as
+# commit. REGISTRY, TAG, BASE, DEBIAN_SNAPSHOT, DEMO_MODEL, TORCH_INDEX_URL, ROCM_INDEX_URL and SOURCE go to deploy/docker/bake.json as
 # they are given.
 IMAGES ?= default
 
@@ -302,7 +303,7 @@ images:
 	  $(if $(PUSH),--set '*.output=type=registry$(COMMA)rewrite-timestamp=true',--load --set '*.platform=local' --sbom=false --provenance=false)
 
 lock: $(VENV)/test.done
-	UV=$(BIN)/uv deploy/docker/lock $(ARGS)
+	UV=$(BIN)/uv ROCM_INDEX_URL='$(ROCM_INDEX_URL)' deploy/docker/lock $(ARGS)
 
 audit: $(VENV)/python.done
 	@test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet 'pip-audit>=2.9,<3'; }

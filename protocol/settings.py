@@ -209,7 +209,7 @@ class WorkerSettings(HostSettings, NodeMediaSettings):
         choices=("auto", "reference", "cpu", "triton"),
         former="attention",
     )
-    enforce_eager: bool = setting(False, "run decode steps on a GPU without CUDA graphs")
+    enforce_eager: bool = setting(False, "run steps on a GPU without CUDA graphs")
     batch_invariant: bool = setting(
         False, "bitwise equal logits whatever else is computed or cached; on a CPU, in bfloat16"
     )

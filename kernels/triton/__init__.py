@@ -88,7 +88,7 @@ class TritonOps(TritonRecurrent, TorchShared):
     """Implements `kernels.ops.Ops` on Triton kernels, in float32, bfloat16 and float16, accumulating in float32.
 
     Holds the last batch's launches; not thread-safe. `processors`: multiprocessors to fill; None: those of the device.
-    capture: records decode steps; None: CUDA graphs if there is a device and `graphs`."""
+    capture: records steps; None: CUDA graphs if there is a device and `graphs`."""
 
     name = "triton"
     capabilities = Capabilities(codes=True, unit=4)
@@ -103,9 +103,12 @@ class TritonOps(TritonRecurrent, TorchShared):
         self._latents: LatentBatch | None = None
 
     def record(self, form: DecoderForm, one_by_one: OneByOne) -> Step | None:
-        """Capture steps of every form, except with experts that run one by one, whose token counts the host reads."""
+        """Capture steps of every form, except with experts that run one by one, whose token counts the host reads.
+
+        Steps with chunks are not captured with latent attention, whose form the host chooses by the chunk's length."""
         read = any(isinstance(layer.mlp, Experts) and layer.mlp.grouped is None for layer in form.layers)
-        return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture)
+        latent = any(isinstance(layer.attention, Latent) for layer in form.layers)
+        return None if read or self._capture is None else GraphStep(form, one_by_one, self._capture, chunks=not latent)
 
     def grouped(self, each: Sequence[Gated | None]) -> GroupedGated | None:
         return grouped_by_torch(each)

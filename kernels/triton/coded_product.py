@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.bit_packing import FP8, SPANS, STORED
-from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
 from kvferry.kernels.gpu_weight_layout import CodedForm
+from kvferry.kernels.graph_inputs import CAPTURED_ROWS
 from kvferry.kernels.triton.decode_codes import E4M3, four_bits, level, level_in, number, word_of
 from kvferry.kernels.triton.dequantised_product import product_of_unpacked
 from kvferry.kernels.triton.device_features import hardware_bfloat16, hardware_e4m3, on_amd, precision_of

@@ -146,6 +146,34 @@ def test_every_set_that_the_worker_image_can_install_exists() -> None:
         assert not given["TORCH"] or (DOCKER / "locked" / f"{given['TORCH']}.txt").exists()
 
 
+def test_the_rocm_image_has_the_cpu_worker_s_set_with_another_torch() -> None:
+    baked = json.loads((DOCKER / "bake.json").read_text())
+    target = baked["target"]["worker-rocm"]
+    assert target["args"]["TORCH"] == "torch-rocm"
+    assert target["args"]["TORCH_INDEX_URL"] == "${ROCM_INDEX_URL}"
+    assert "LOCK" not in target["args"]
+    assert arguments("Dockerfile.worker")["LOCK"] == "worker"
+    assert target["platforms"] == ["linux/amd64"], "torch has ROCm builds for no other"
+    assert baked["variable"]["ROCM_INDEX_URL"]["default"] == "", "its version is the operator's choice"
+    assert "worker-rocm" not in baked["group"]["release"]["targets"]
+
+
+@pytest.mark.parametrize("index", ["", "https://index.example/rocm"])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_build_without_its_lock_or_index_says_what_is_missing(index: str, written: bool, tmp_path: Path) -> None:
+    (check,) = [
+        item.text for item in read_dockerfile(DOCKER / "Dockerfile.worker").of("RUN") if "is missing" in item.text
+    ]
+    if written:
+        (tmp_path / "torch-rocm.txt").touch()
+    env = {"PATH": os.environ["PATH"], "TORCH": "torch-rocm", "TORCH_INDEX_URL": index}
+    done = subprocess.run(
+        ["sh", "-c", check.replace("/docker/locked", str(tmp_path))], env=env, capture_output=True, text=True
+    )
+    assert (done.returncode == 0) is (bool(index) and written)
+    assert ("make lock" in done.stderr) is (done.returncode != 0)
+
+
 def test_the_image_says_what_it_is(dockerfile: Dockerfile) -> None:
     labels = dict(word.split("=", 1) for item in dockerfile.of("LABEL") for word in item.words)
     for name, value in (("version", "${VERSION}"), ("revision", "${REVISION}"), ("base.name", "${BASE}")):

@@ -120,7 +120,7 @@ def test_recorded_steps_have_tables_for_windows(tmp_path: Path) -> None:
     divided._step = GraphStep(form, divided._one_by_one, replayed)
     engine = engine_of(divided)
     assert together(engine) == wanted
-    assert divided._step._recorded, "no step was recorded"
+    assert divided._step.sizes, "no step was recorded"
 
 
 class RowsOfImages(FakeEncoder):

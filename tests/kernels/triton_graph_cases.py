@@ -4,6 +4,7 @@ by test_triton_steps.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from kvferry.engine.models.reader import TensorReader
 from kvferry.engine.models.rope import RopeTables
 from kvferry.engine.models.rotations import Rotations
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.cuda_graphs import CAPTURED_ROWS, GraphStep
+from kvferry.kernels.cuda_graphs import GraphStep
+from kvferry.kernels.graph_inputs import CAPTURED_ROWS, CHUNK_TOKENS, MAX_CHUNKS, GraphInputs, GraphSize
 from kvferry.kernels.triton import TritonOps
 from tests.device_plans import moved
 from tests.kernels.interpreted import DEVICE
@@ -130,7 +132,7 @@ def test_replayed_steps_draw_what_layers_one_by_one_draw(plain: Streams) -> None
     assert len({token for tokens in plain.tokens for token in tokens}) > 10
     for one, other in zip(replayed.logits, plain.logits, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    assert len(taping.sizes) == 3, "one for each size of batch: 4, 1 and 2"
+    assert len(taping.sizes) == 4, "one for prompts, and one for each size of batch: 4, 1 and 2"
     assert DEVICE != "cpu" or taping.sizes[0] > 20
     assert torch.equal(replayed.kv.isnan(), plain.kv.isnan()), "rows of nobody wrote"
     torch.testing.assert_close(replayed.kv.nan_to_num(), plain.kv.nan_to_num(), atol=1e-4, rtol=1e-4)
@@ -144,7 +146,7 @@ def test_replayed_steps_of_a_mixture_choose_experts_anew() -> None:
     )
     assert isinstance(captured._step, GraphStep)
     plain, replayed = run_model(eager), run_model(captured)
-    assert len(taping.sizes) == 3
+    assert len(taping.sizes) == 4
     assert replayed.tokens == plain.tokens
     assert len({token for tokens in plain.tokens for token in tokens[-len(BATCHES) :]}) > 3
     for one, other in zip(replayed.logits, plain.logits, strict=True):
@@ -155,17 +157,14 @@ def test_without_the_arrays_that_a_step_fills_a_replay_would_repeat_itself(
     plain: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tape would find if steps read anything else."""
-    from kvferry.kernels import cuda_graphs
-
-    original = cuda_graphs._Inputs.fill
+    original = GraphInputs.fill
     calls: list[int] = []
 
-    def once(inputs: Any, *given: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            original(inputs, *given)
+    def once(inputs: GraphInputs, ids: torch.Tensor, plan: BatchPlan, size: GraphSize) -> slice:
+        calls.append(not size.tokens)
+        return original(inputs, ids, plan, size) if size.tokens or sum(calls) == 1 else slice(0, len(ids))
 
-    monkeypatch.setattr(cuda_graphs._Inputs, "fill", once)
+    monkeypatch.setattr(GraphInputs, "fill", once)
     repeated = run(TritonOps(4, capture()), 4)
     alike = [torch.allclose(*pair, atol=1e-3) for pair in zip(repeated.logits, plain.logits[:4], strict=True)]
     assert alike == [True, False, False, False]
@@ -178,16 +177,29 @@ def test_what_cannot_be_captured_runs_one_by_one(plain: Streams, caplog: pytest.
     refusing = run(TritonOps(4, refused), 2)
     for one, other in zip(refusing.logits, plain.logits[:2], strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is tried once"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "each kind is tried once"
 
 
-def test_batches_beyond_the_ladder_and_prompts_are_not_taken() -> None:
+def test_batches_beyond_the_ladders_are_not_taken() -> None:
     model = decoder(TritonOps(4, capture()))
     step = model._step
     assert isinstance(step, GraphStep)
     kv = torch.zeros(1)
-    for count, query, taken in ((CAPTURED_ROWS[-1], 1, True), (CAPTURED_ROWS[-1] + 1, 1, False), (1, 2, False)):
-        plan, _ = make_plan([query] * count, [20] * count, count if query == 1 else 0, BLOCK)
+    most, longest, chunks = CAPTURED_ROWS[-1], CHUNK_TOKENS[-1], MAX_CHUNKS
+    for decodes, lens, taken in (
+        (most, [], True),
+        (most + 1, [], False),
+        (0, [2], True),
+        (most, [2], True),
+        (most + 1, [2], False),
+        (0, [longest - 2, 2], True),
+        (0, [longest - 1, 2], False),
+        (1, [2] * chunks, True),
+        (1, [2] * (chunks + 1), False),
+    ):
+        plan, _ = make_plan([1] * decodes + lens, [20] * decodes + lens, decodes, BLOCK)
+        plan = replace(plan, total_lens=(20,) * plan.num_seqs)
         assert step.takes(plan, kv) is taken
+        assert not step.takes(replace(plan, see_until=plan.positions.int()), kv) or not lens
     longer, _ = make_plan([1], [LONGEST + 1], 1, BLOCK)
     assert not step.takes(longer, kv)
