@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from kvferry.cli import preflight
+from kvferry.cli.check_result import Result
 from kvferry.cli.cpu_instructions import compiled_for, instruction_set
-from kvferry.cli.gpu_detection import gpu_for_blocks, gpus, loaded, unused_gpu
+from kvferry.cli.gpu_detection import gpus, loaded, unused_gpu
+from kvferry.cli.gpu_link import block_lane
 from kvferry.cli.health import answers_health
 from kvferry.cli.resource_plan import UNKNOWN, needs_of, plan_workers, require_memory
 from kvferry.model_files.memory_needs import ModelNeeds
@@ -20,19 +21,6 @@ from kvferry.protocol.frames import IS_COMPILED
 from kvferry.protocol.settings import ServeSettings
 from kvferry.runtime.address import host_port
 from kvferry.runtime.limits import available_cores
-
-Level = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One line of the report. `remedy`: how to fix it; empty if the level is ok."""
-
-    level: Level
-    name: str
-    found: str
-    remedy: str = ""
-
 
 PASSWORD = "give it a user and a password as in docs/redis.md: a client that writes to it can stop all requests"
 UNREAD = "nothing, or name the syntax with --tool-call-parser if it is a known one"
@@ -64,18 +52,8 @@ def transfer(settings: ServeSettings) -> Result:
 
 def device_transfer(settings: ServeSettings) -> Result:
     """Check that UCX moves a block of a GPU to another process, and report over which lane."""
-    device, platform = gpu_for_blocks(settings.device)
-    if not device:
-        return Result("ok", "ucx-gpu", "no GPU, so KV blocks are in host memory")
-    from kvferry.kv_transfer.device_selftest import device_self_test
-
-    lane = device_self_test(device, platform, settings.ucx_transports, settings.ucx_net_devices)
-    found = f"a block of {device} reached another process whole, {lane.describe()}"
-    if lane.is_direct:
-        return Result("ok", "ucx-gpu", found)
-    return Result(
-        "warn", "ucx-gpu", found, f"add {platform}_ipc to --ucx-transports; containers need one IPC namespace"
-    )
+    found, remedy = block_lane(settings.device, settings.ucx_transports, settings.ucx_net_devices)
+    return Result("warn" if remedy else "ok", "ucx-gpu", found, remedy)
 
 
 def instructions(settings: ServeSettings) -> Result:

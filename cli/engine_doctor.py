@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from kvferry.cli.doctor import Check, Result, port, redis
+from kvferry.cli.check_result import Result
+from kvferry.cli.doctor import Check, port, redis
 from kvferry.engine_adapter.engine import Engine, EngineCall, EngineDelta, EngineFacts
 from kvferry.engine_adapter.main import engine_client
 from kvferry.engine_adapter.measured_pooling import measured_pooling

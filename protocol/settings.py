@@ -129,9 +129,7 @@ class WorkerSettings(HostSettings, NodeMediaSettings):
         choices=("auto", "dummy"),
     )
     kv_cache_dtype: str = setting(
-        "auto",
-        "dtype of K and V; auto: that of --dtype, fp8: fp8_e4m3",
-        choices=("auto", *CACHE_DTYPES),
+        "auto", "dtype of K and V; auto: that of --dtype, fp8: fp8_e4m3", choices=("auto", *CACHE_DTYPES)
     )
     quantization: str = setting(
         "auto",
@@ -152,9 +150,8 @@ class WorkerSettings(HostSettings, NodeMediaSettings):
         0.9,
         "share of a GPU's memory for weights, the largest step, which is measured at start, and the KV pool; unused "
         "with --kv-cache-gib or --kv-blocks",
-        min=0.05,
-        max=1.0,
-    )
+        min=0.05, max=1.0,
+    )  # fmt: skip
     kv_blocks: int = setting(0, "number of KV blocks; overrides --kv-cache-gib unless 0", min=0)
     kv_host_gib: float = setting(
         0.0, "GiB of host memory per node for blocks evicted from a GPU's pool", min=0, max=MAX_GIB

@@ -56,17 +56,16 @@ class ModelCluster:
         self._placements = {kind: self.metrics.placements.labels(kind) for kind in PLACEMENT_KINDS}
         self.background_calls, self.max_wait_s = shared.background_calls, shared.max_wait_s
         self.held, self.inflight_prefixes, self.worth = PendingRequests(), InflightPrefixes(), CacheValue()
-        self.deaths, self.retries, self.hedges = shared.deaths, shared.retries, shared.hedges
-        self.looks = shared.looks
+        self.deaths, self.retries = shared.deaths, shared.retries
+        self.hedges, self.looks = shared.hedges, shared.looks
         self.router_id, self.request_log = shared.client.router_id, shared.request_log
         self._prefixes, self._local_tokens = shared.prefixes, shared.local_tokens
         self._calls = MediaEncoding(model, shared)
         self._buddies, self._fetch, self.canary = shared.buddies, shared.fetch, shared.canary
         self.adapters = ModelAdapters(model, shared.nodes, shared.client)
         self.media = ModelMedia(model, shared.nodes, shared.client)
-        self.leases = model.all_leases
-        self.displacement, self.session_notes = Displacement(model.capacity), shared.session_notes
-        self.close_session = partial(shared.session_notes.closes, model)
+        self.leases, self.displacement = model.all_leases, Displacement(model.capacity)
+        self.session_notes, self.close_session = shared.session_notes, partial(shared.session_notes.closes, model)
         self._info: ClusterInfo | None = None
         self.trouble, self._capacity, self._capacity_until = Readiness(shared.nodes), Capacity(), 0.0
         self.nodes.listen(self._follow)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvferry.cli import doctor, preflight
-from kvferry.cli.doctor import Result, all_checks, report
+from kvferry.cli.check_result import Result
+from kvferry.cli.doctor import all_checks, report
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import ServeSettings
 from tests.object_store import s3

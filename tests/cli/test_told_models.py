@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import save_file
 
 from kvferry.cli import doctor
-from kvferry.cli.doctor import Result, all_checks, report
+from kvferry.cli.check_result import Result
+from kvferry.cli.doctor import all_checks, report
 from kvferry.protocol.settings import ServeSettings
 from tests.gguf_files import finish
 
