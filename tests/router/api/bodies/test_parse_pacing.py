@@ -177,6 +177,30 @@ async def test_small_bodies_of_new_sources_do_not_starve_a_large_one() -> None:
     await large
 
 
+async def test_a_large_body_goes_in_its_turn_however_many_new_sources_come() -> None:
+    """50 small ones a second, each of a new source, take all that is shared: a large one was refused after 30 s."""
+    pace, order, number = ParsePacing(), list[str](), 0
+
+    async def one(name: str, cost: float) -> None:
+        await pace.turn(cost, name)
+        order.append(name)
+
+    await pace.turn(CREDIT_S + LONG_S, "first")
+    tasks = [asyncio.create_task(one("large", 30 * LONG_S))]
+    await asyncio.sleep(0)
+    while not tasks[0].done() and number < 20:
+        for _ in range(2):
+            tasks.append(asyncio.create_task(one(f"s{number}", LONG_S)))
+            number += 1
+        served = len(order)
+        await until(lambda served=served: len(order) > served)  # type: ignore[misc]
+    assert order.index("large") <= 2
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not pace._waiting
+
+
 async def test_one_that_others_overtake_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second body of a source waits for new sources: no longer than any body may."""
     monkeypatch.setattr(parse_pacing, "MAX_SHARED_WAIT_S", 0.3)
