@@ -83,8 +83,8 @@ return grow(ARGV[1], ARGV[2], #ARGV[5], ARGV[8], ARGV[9]) and '' or '!'
 """
 )
 
-# KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, writer, number of its call, then tenant, name,
-# number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`.
+# KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, writer, number of its call, then tenant,
+# name, number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`.
 # A writer's calls follow one another. One that comes after a later one, or again, writes nothing.
 APPEND = (
     _BOOKKEEPING
@@ -137,7 +137,8 @@ return found
 """
 )
 
-# Numbers of calls by writer, in the record: a call that comes after a later one of its writer, or again, changes nothing.
+# Numbers of calls by writer, in the record: a call that comes after a later one of its writer, or again, changes
+# nothing.
 _FENCE = """
 local function late(record, writer, number)
   if tonumber(redis.call('HGET', record, '#' .. writer) or 0) >= tonumber(number) then return true end
@@ -146,8 +147,8 @@ local function late(record, writer, number)
 end
 """
 
-# KEYS: prefix, leases. ARGV: tenant, name, owner, TTL in ms, longest TTL in ms, lease in ms, 1 to claim by force, writer,
-# number of its call. Returns 1 if `owner` owns it now.
+# KEYS: prefix, leases. ARGV: tenant, name, owner, TTL in ms, longest TTL in ms, lease in ms, 1 to claim by force,
+# writer, number of its call. Returns 1 if `owner` owns it now.
 CLAIM = (
     _BOOKKEEPING
     + _FENCE

@@ -12,7 +12,7 @@ from kvferry.engine.media.media_family import Grid, MediaFamily, Placeholders, T
 from kvferry.protocol.errors import ConfigError, InvalidRequest
 
 MAX_REQUEST_S = 2400.0
-"""Longest audio of one request, in seconds. Silence takes few bytes of FLAC, and about a thousandth of its time to decode."""
+"""Longest audio of one request, in seconds. Silence takes few bytes of FLAC, and a thousandth of its time to decode."""
 
 
 class AudioFamily(MediaFamily):
@@ -36,7 +36,7 @@ class AudioFamily(MediaFamily):
         """Return [tokens, hidden], in the tower's dtype, of float32 samples in -1 … 1."""
 
     def grid(self, file: bytes, field: str) -> Grid:
-        return self._grid(clip(file, field, self.max_seconds), field)
+        return self.grids([(file, field)])[0]
 
     def grids(self, files: Iterable[tuple[bytes, str]]) -> list[Grid]:
         found, left_s = list[Grid](), MAX_REQUEST_S
