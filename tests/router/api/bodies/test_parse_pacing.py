@@ -148,7 +148,7 @@ async def test_sources_with_the_largest_bodies_do_not_shut_out_new_ones() -> Non
     await asyncio.sleep(0)
     small = asyncio.create_task(one("small", LONG_S))
     await asyncio.wait_for(small, 20)
-    assert order == ["small"]
+    assert order[0] == "small", "a busy machine may have let the next one in as well"
     with pytest.raises(Overloaded):
         await pace.turn(largest, "sixth large one")
     for each in asked:
