@@ -94,7 +94,8 @@ class ScriptFailover:
     async def _first_answer(self, direct: asyncio.Future[Values], relayed: asyncio.Future[Values]) -> Values:
         """Return the first answer on either way, or raise the error of the direct one.
 
-        A direct call without an answer is not cancelled, since that would cost its connection."""
+        An error of the node does not count while the direct call waits: the node's own access to the store may be at
+        fault. A direct call without an answer is not cancelled, since that would cost its connection."""
         relayed.add_done_callback(_is_silent)  # retrieves its error if nobody else does
         pending = {call for call in (direct, relayed) if not call.done()}
         try:
@@ -102,7 +103,7 @@ class ScriptFailover:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if direct in done and not _is_silent(direct):
                     return direct.result()
-                if relayed in done and not _is_silent(relayed):
+                if relayed in done and not relayed.exception():
                     break
         finally:
             relayed.cancel()

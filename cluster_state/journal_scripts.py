@@ -83,17 +83,19 @@ return grow(ARGV[1], ARGV[2], #ARGV[5], ARGV[8], ARGV[9]) and '' or '!'
 """
 )
 
-# KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, then tenant, name, number, entry and TTL in
-# ms of each append. Returns their outcomes as in `journals.Kept`.
+# KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, writer, number of its call, then tenant,
+# name, number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`.
+# A writer's calls follow one another. One that comes after a later one, or again, writes nothing.
 APPEND = (
     _BOOKKEEPING
     + """
-local outcomes = {}
-for at = 5, #ARGV, 5 do
+local fence, outcomes = KEYS[1] .. '#w:' .. ARGV[5], {}
+local late = tonumber(redis.call('GET', fence) or 0) >= tonumber(ARGV[6])
+for at = 7, #ARGV, 5 do
   local tenant, name, number, entry = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
   local record = KEYS[1] .. tenant .. ':' .. name
   local owner, outcome = redis.call('HGET', record, 'owner'), 1
-  if not owner and number == '-1' then
+  if not owner and number == '-1' and not late then
     create(tenant, name, ARGV[1], entry, '')
     prolong(tenant, name, ARGV[at + 4], ARGV[2])
     outcome = grow(tenant, name, #entry, ARGV[3], ARGV[4]) and 1 or 3
@@ -101,7 +103,7 @@ for at = 5, #ARGV, 5 do
     outcome = 2
   elseif owner ~= ARGV[1] then
     outcome = 0
-  else
+  elseif not late then
     prolong(tenant, name, ARGV[at + 4], ARGV[2])
     if entry ~= '' and number ~= '-1' and redis.call('HSET', record, number, entry) == 1 then
       outcome = grow(tenant, name, #entry, ARGV[3], ARGV[4]) and 1 or 3
@@ -109,6 +111,7 @@ for at = 5, #ARGV, 5 do
   end
   outcomes[#outcomes + 1] = outcome
 end
+if not late then redis.call('SET', fence, ARGV[6], 'PX', 120000) end
 return outcomes
 """
 )
@@ -134,13 +137,26 @@ return found
 """
 )
 
-# KEYS: prefix, leases. ARGV: tenant, name, owner, TTL in ms, longest TTL in ms, lease in ms, 1 to claim by force.
+# Numbers of calls by writer, in the record: a call that comes after a later one of its writer, or again, changes
+# nothing.
+_FENCE = """
+local function late(record, writer, number)
+  if tonumber(redis.call('HGET', record, '#' .. writer) or 0) >= tonumber(number) then return true end
+  redis.call('HSET', record, '#' .. writer, number)
+  return false
+end
+"""
+
+# KEYS: prefix, leases. ARGV: tenant, name, owner, TTL in ms, longest TTL in ms, lease in ms, 1 to claim by force,
+# writer, number of its call. Returns 1 if `owner` owns it now.
 CLAIM = (
     _BOOKKEEPING
+    + _FENCE
     + """
 local record = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2]
 local owner = redis.call('HGET', record, 'owner')
 if not owner then return 0 end
+if late(record, ARGV[8], ARGV[9]) then return owner == ARGV[3] and 1 or 0 end
 if owner ~= ARGV[3] and ARGV[7] ~= '1' and alive(KEYS[2], owner, ARGV[6]) then return 0 end
 redis.call('HSET', record, 'owner', ARGV[3])
 prolong(ARGV[1], ARGV[2], ARGV[4], ARGV[5])
@@ -148,16 +164,18 @@ return 1
 """
 )
 
-# KEYS: prefix. ARGV: tenant, name, owner, TTL in ms to release it or 0 to delete it, longest TTL in ms.
+# KEYS: prefix. ARGV: tenant, name, owner, TTL in ms to release it or 0 to delete it, longest TTL in ms, writer,
+# number of its call.
 # A deleted journal with an idempotency key, and one that does not exist, cannot be opened for two minutes: its OPEN may
 # come late.
 RELEASE = (
     _BOOKKEEPING
+    + _FENCE
     + """
 local record, deleted = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2], KEYS[1] .. ARGV[1] .. '#d:' .. ARGV[2]
 local owner = redis.call('HGET', record, 'owner')
 if not owner then redis.call('SET', deleted, '', 'PX', 120000) end
-if owner ~= ARGV[3] then return 0 end
+if owner ~= ARGV[3] or late(record, ARGV[6], ARGV[7]) then return 0 end
 if ARGV[4] == '0' then
   if redis.call('HGET', record, 'key') ~= '' then redis.call('SET', deleted, '', 'PX', 120000) end
   return forget(ARGV[1], ARGV[2])

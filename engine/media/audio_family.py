@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 
 import torch
 
 from kvferry.engine.media.clips import RATE, clip
 from kvferry.engine.media.media_family import Grid, MediaFamily, Placeholders, Tower
 from kvferry.protocol.errors import ConfigError, InvalidRequest
+
+MAX_REQUEST_S = 2400.0
+"""Longest audio of one request, in seconds. Silence takes few bytes of FLAC, and a thousandth of its time to decode."""
 
 
 class AudioFamily(MediaFamily):
@@ -32,9 +36,22 @@ class AudioFamily(MediaFamily):
         """Return [tokens, hidden], in the tower's dtype, of float32 samples in -1 … 1."""
 
     def grid(self, file: bytes, field: str) -> Grid:
-        found = clip(file, field, self.max_seconds)
-        if not (tokens := self.tokens(len(found))):
-            problem = f"{field} is too short: it has {len(found) / RATE:.3f} s of audio, less than one token"
+        return self.grids([(file, field)])[0]
+
+    def grids(self, files: Iterable[tuple[bytes, str]]) -> list[Grid]:
+        found, left_s = list[Grid](), MAX_REQUEST_S
+        for file, field in files:
+            if left_s < self.max_seconds:
+                samples = clip(file, field, left_s, f"the rest of {MAX_REQUEST_S:g} s of audio in one request")
+            else:
+                samples = clip(file, field, self.max_seconds)
+            left_s -= len(samples) / RATE
+            found.append(self._grid(samples, field))
+        return found
+
+    def _grid(self, samples: torch.Tensor, field: str) -> Grid:
+        if not (tokens := self.tokens(len(samples))):
+            problem = f"{field} is too short: it has {len(samples) / RATE:.3f} s of audio, less than one token"
             raise InvalidRequest(problem, param=field)
         return (tokens,)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import torch
 
-from kvferry.engine.media.chat import ChatMedium, ChatRenderer
+from kvferry.engine.media.chat import ChatRenderer
 from kvferry.engine.media.embedding_rows import EmbeddingRows
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.engine.media.media_family import Grid, MediaFamily
@@ -67,7 +67,11 @@ class FamilyEncoder(MediaEncoder):
         if len(request.files) != len(rendered.media):
             counts = f"{len(rendered.media)} images and audios, and {len(request.files)} files came with it"
             raise InvalidRequest(f"the chat has {counts}", param="messages")
-        grids = [self._grid(*each) for each in zip(rendered.media, request.files, strict=True)]
+        for medium in rendered.media:
+            if medium.modality not in self.modalities:
+                raise InvalidRequest(f"{medium.field}: the model takes no {medium.modality}", param=medium.field)
+        fields = [medium.field for medium in rendered.media]
+        grids = self._family.grids(zip(request.files, fields, strict=True))
         text, spans = rendered.texts[0], []
         for grid, behind in zip(grids, rendered.texts[1:], strict=True):
             shown = self._family.placeholders(grid)
@@ -91,11 +95,6 @@ class FamilyEncoder(MediaEncoder):
             parts += [_line(position, item.offset - place), own + position + item.offset - place]
             position, place = int(parts[-1].max()) + 1, item.offset + item.length
         return torch.cat((*parts, _line(position, len(token_ids) - place)), 1) if media else None
-
-    def _grid(self, medium: ChatMedium, file: bytes) -> Grid:
-        if medium.modality not in self.modalities:
-            raise InvalidRequest(f"{medium.field}: the model takes no {medium.modality}", param=medium.field)
-        return self._family.grid(file, medium.field)
 
     def _item(self, file: bytes, grid: Grid, span: tuple[int, int], found: Any) -> MediaItem:
         """Return the item of a medium whose own text is this range of the encoded text."""

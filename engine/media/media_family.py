@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ class Tower:
 
 
 class MediaFamily(ABC):
-    """Base class of one family's media processing; media are files' bytes. `grid` and `placeholders` are thread-safe.
+    """Base class of one family's media processing; media are files' bytes. Grids and placeholders are thread-safe.
 
     token: text of the token whose rows come from the tower. placeholder: what chat templates write for a medium.
     bidirectional: see `MediaEncoder`. mixed: tokens of text lie between those of a medium. levels: see
@@ -54,6 +55,10 @@ class MediaFamily(ABC):
     @abstractmethod
     def grid(self, file: bytes, field: str) -> Grid:
         """Return a file's grid. Raises InvalidRequest naming the field for one that the family cannot take."""
+
+    def grids(self, files: Iterable[tuple[bytes, str]]) -> list[Grid]:
+        """Return the grids of one request's files, each with its field. Raises InvalidRequest as `grid` does."""
+        return [self.grid(file, field) for file, field in files]
 
     @abstractmethod
     def placeholders(self, grid: Grid) -> Placeholders:

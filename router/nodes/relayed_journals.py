@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Sequence
@@ -20,19 +21,35 @@ ANSWER_S = 0.6
 """Longest silence of a node that is asked, in seconds; it waits for the store for 0.4 s."""
 ASKED = 2
 """Number of nodes that are asked for one call, one after another."""
+MAX_CALLS = 32
+"""Maximum number of calls at once. A node answers them in turns of its own, with the load of all routers."""
+WAIT_S = ANSWER_S * ASKED
+"""Longest wait of a call for others, in seconds."""
 
 
 class RelayedJournalScripts:
     """Runs the scripts on connected nodes. Implements cluster_state.journal_calls.JournalScripts.
 
-    The node that answered last is asked first."""
+    The node that answered last is asked first. Beyond MAX_CALLS, calls wait in order of arrival for WAIT_S."""
 
     def __init__(self, table: NodeTable, client: NodeClient) -> None:
         self._table, self._client = table, client
         self._last = ""
+        self._places = asyncio.Semaphore(MAX_CALLS)
 
     async def run(self, name: str, args: Sequence[str | bytes | int]) -> Values:
         body = pack(JournalCall(name, tuple(each if isinstance(each, bytes) else str(each).encode() for each in args)))
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise RegistryUnavailable(f"{MAX_CALLS} calls of nodes that could reach Redis are waiting") from error
+        try:
+            return await self._first_answer(body)
+        finally:
+            self._places.release()
+
+    async def _first_answer(self, body: bytes) -> Values:
         failure: KvferryError = RegistryUnavailable("no node is connected that could reach Redis")
         for node in self._nodes():
             try:

@@ -24,9 +24,18 @@ class AsyncRenderChild:
 
     @classmethod
     async def started(cls) -> AsyncRenderChild:
-        """Start a process; raise OSError if that fails."""
-        process, ours = await asyncio.to_thread(_start)
-        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+        """Start a process; raise OSError if that fails. Cancelled, it kills the process that the thread starts."""
+        starting = asyncio.get_running_loop().run_in_executor(None, _start)
+        try:
+            process, ours = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_abandon)
+            raise
+        try:
+            return cls(process, *await asyncio.open_unix_connection(sock=ours))
+        except BaseException:
+            _abandon(starting)
+            raise
 
     @property
     def pid(self) -> int:
@@ -61,6 +70,16 @@ class AsyncRenderChild:
         """Wait until the killed process has ended."""
         self._writer.close()
         await asyncio.to_thread(self._process.wait)
+
+
+def _abandon(starting: asyncio.Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
+    """Kill a process that nobody waits for any longer, once it has started; it ends at once."""
+    if starting.cancelled() or starting.exception():
+        return
+    process, ours = starting.result()
+    process.kill()
+    ours.close()
+    process.wait()
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:

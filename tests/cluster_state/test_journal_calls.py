@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvferry.cluster_state.journal_calls import NO_RELAY_S, PROBE_S, WAIT_S, ScriptFailover, Values
-from kvferry.protocol.errors import RegistryFull, RegistryUnavailable
+from kvferry.protocol.errors import RegistryFull, RegistryRefuses, RegistryUnavailable
 
 
 class Way:
@@ -114,6 +114,17 @@ async def test_a_late_answer_counts_if_no_node_has_one(both: Both) -> None:
     both.direct.answers_after_s, both.relay.error = 2 * WAIT_S, RegistryUnavailable("no node")
     assert (await both.timed())[0] == (b"direct",)
     assert both.scripts._probing is None
+
+
+async def test_an_error_of_a_node_does_not_count_while_the_store_may_answer(both: Both) -> None:
+    """The node's password had been replaced: its refusal came before the answer of a slow store."""
+    both.direct.answers_after_s, both.relay.error = WAIT_S + 0.2, RegistryRefuses("invalid password")
+    assert (await both.timed())[0] == (b"direct",)
+    assert both.scripts._probing is None
+    both.direct.answers_after_s, both.direct.silent = 0.0, True
+    with pytest.raises(RegistryRefuses):
+        await both.timed()
+    await both.scripts.close()
 
 
 async def test_the_first_answer_counts_on_whichever_way(both: Both) -> None:

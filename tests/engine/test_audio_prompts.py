@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry.engine.media import audio_family, clips
 from kvferry.engine.media.encoder import MediaEncoder
 from kvferry.engine.media.loader import load_media_encoder
 from kvferry.model_files.source import resolve
@@ -82,6 +83,28 @@ def test_files_that_are_refused_by_name(encoder: MediaEncoder, wrong: Any, words
     with pytest.raises(InvalidRequest, match=rf"^messages\[1\]\.content\[1\] {words}") as caught:
         encoder.render(asked)
     assert caught.value.param == "messages[1].content[1]"
+
+
+def test_audio_of_one_request_is_bounded_before_it_is_heard(
+    encoder: MediaEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 clips of ten minutes of silence, 114 kB each, took 19 s before the prompt's length was checked."""
+    monkeypatch.setattr(audio_family, "MAX_REQUEST_S", 2.5)
+    heard = list[float]()
+
+    def watched(data: bytes, *args: Any) -> torch.Tensor:
+        found = clips.clip(data, *args)
+        heard.append(len(found) / tiny.RATE)
+        return found
+
+    monkeypatch.setattr(audio_family, "clip", watched)
+    assert len(encoder.render(chat((clip(1.0), clip(1.0), clip(0.5)))).media) == 3
+    heard.clear()
+    words = r"must not be longer than 0\.5 s \(the rest of 2\.5 s of audio in one request\)"
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        encoder.render(chat((clip(1.0), clip(1.0), *[clip(0.6)] * 8)))
+    assert caught.value.param == "messages.0.content.2.input_audio"
+    assert heard == [1.0, 1.0]
 
 
 def test_other_media(encoder: MediaEncoder) -> None:

@@ -75,13 +75,15 @@ class ParsePacing:
     """Pacing of large bodies on one event loop: fair queuing of their costs over sources, each in order of arrival.
 
     A source's next body has a finish tag: the cost that the source has been given since it began to wait, and that of
-    the body, in virtual time. The least tag is next, so a small body of a new source passes the largest of others."""
+    the body, in virtual time. The least tag is next, so a small body of a new source passes the largest of others.
+    Every second turn is that of the source that waits longest, so small bodies of new sources starve no large one."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[str, deque[Waiting]] = {}
-        """Bodies by source, in the order in which sources began to wait."""
+        """Bodies by source, in the order in which sources began to wait; one that was served begins anew."""
+        self._is_oldest_next = False
         self._started: dict[str, float] = {}
         """Virtual time at which the next body of each waiting source starts, in seconds of cost."""
         self._virtual = 0.0
@@ -138,12 +140,17 @@ class ParsePacing:
             del self._waiting[source], self._started[source]
 
     def _next(self) -> None:
-        """Let the body with the least finish tag be parsed."""
+        """Let the body with the least finish tag be parsed, every second time that of the source that waits longest."""
         self._timer = None
         if not self._waiting:
             return
-        source = min(self._waiting, key=lambda each: self._started[each] + self._waiting[each][0][0])
-        cost, turn = self._waiting[source].popleft()
+        if self._is_oldest_next:
+            source = next(iter(self._waiting))
+        else:
+            source = min(self._waiting, key=lambda each: self._started[each] + self._waiting[each][0][0])
+        self._is_oldest_next = not self._is_oldest_next
+        queue = self._waiting[source] = self._waiting.pop(source)  # behind the others from now on
+        cost, turn = queue.popleft()
         if not turn.done():  # its client has not left just now
             self._started[source] += cost
             self._virtual = max(self._virtual, self._started[source])

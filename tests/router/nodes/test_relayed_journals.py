@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from kvferry.protocol.errors import KvferryError, NodeDown, RegistryFull, Regist
 from kvferry.protocol.lease import NodeLease
 from kvferry.protocol.relayed_journals import JournalAnswer, JournalCall
 from kvferry.protocol.wire import unpack
+from kvferry.router.nodes import relayed_journals
 from kvferry.router.nodes.relayed_journals import ASKED, RelayedJournalScripts
 from tests.router.nodes.test_node_table import D1, D2, P1, Table
 
@@ -83,3 +85,30 @@ async def test_at_most_two_nodes_are_asked(answer: object, kind: type[KvferryErr
 async def test_without_nodes_the_store_is_away() -> None:
     with pytest.raises(RegistryUnavailable, match="no node is connected"):
         await (await relay(Nodes())).run("read", [])
+
+
+class SlowNodes(Nodes):
+    """Nodes that answer when they may."""
+
+    def __init__(self, **answers: object) -> None:
+        super().__init__(**answers)
+        self.may_answer = asyncio.Event()
+
+    async def call(self, node: NodeLease, what: str, body: bytes, silence_s: float, opened: None, deliver: Any) -> None:
+        self.asked.append(node.node_id)
+        await self.may_answer.wait()
+        deliver(self.answers[node.node_id])
+
+
+async def test_calls_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests that a router began while it was cut off from the store called one node at once."""
+    nodes = SlowNodes(p1=JournalAnswer((b"1",)))
+    scripts = await relay(nodes, P1)
+    calls = [asyncio.create_task(scripts.run("open", [])) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    assert len(nodes.asked) == 32
+    monkeypatch.setattr(relayed_journals, "WAIT_S", 0.01)
+    with pytest.raises(RegistryUnavailable, match="32 calls"):
+        await scripts.run("open", [])
+    nodes.may_answer.set()
+    assert await asyncio.gather(*calls) == [(b"1",)] * 100
