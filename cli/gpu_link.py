@@ -8,7 +8,7 @@ from kvferry.cli.gpu_detection import gpu_for_blocks
 def block_lane(device: str, transports: str, net_devices: str) -> tuple[str, str]:
     """Return what was found, and a remedy if blocks pass through host memory.
 
-    device: `--device`; transports, net_devices: UCX_TLS and UCX_NET_DEVICES. Raises ConfigError if the transfer fails."""
+    device: `--device`; transports, net_devices: UCX_TLS and UCX_NET_DEVICES. Raises ConfigError if nothing arrives."""
     name, platform = gpu_for_blocks(device)
     if not name:
         return "no GPU, so KV blocks are in host memory", ""

@@ -21,6 +21,7 @@ from kvferry.router.dispatch.prefixes import Prefixes
 from kvferry.router.dispatch.request_targets import RequestTargets
 from kvferry.router.dispatch.retry_budget import RetryBudget
 from kvferry.router.dispatch.router_services import RouterServices
+from kvferry.router.dispatch.timers import Spacing
 from kvferry.router.nodes.client import NodeClient
 from kvferry.router.nodes.model_nodes import ModelNodes
 from kvferry.router.nodes.node_entry import NodeEntry, Reservation
@@ -82,8 +83,9 @@ class KvferryPolicy:
             deaths,
             budget,
             budget,
-            request_log,
-            SessionNoter(client, background_calls),
+            looks=Spacing(0.0),
+            request_log=request_log,
+            session_notes=SessionNoter(client, background_calls),
         )
         nodes = {model: self.table.add(ModelNodes(ModelName(model, ()))) for model in fleet.shape.models}
         self._clusters = {model: ModelCluster(each, shared) for model, each in nodes.items()}

@@ -17,7 +17,7 @@ from kvferry.engine.sampler import SampleRow, sample
 from kvferry.engine.scheduler import max_running
 from kvferry.engine.state_memory import make_rows
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.cuda_graphs import CAPTURED_ROWS
+from kvferry.kernels.graph_inputs import CAPTURED_ROWS, CHUNK_DECODES, CHUNK_TOKENS
 from kvferry.kernels.input_staging import Staging
 from kvferry.kernels.lora import Adapter
 from kvferry.kernels.sequence_state import SequenceStates
@@ -56,8 +56,8 @@ class LargestStep:
     def run(self) -> None:
         """Compute the tokens as prompts, on a pool of one block, and draw from the logits of some of them.
 
-        All tokens share that block, so what they compute is meaningless. Graphs are captured only for decodes, thus
-        never of this step."""
+        All tokens share that block, so what they compute is meaningless. A graph of a step of up to 512 tokens may be
+        captured; the first step on the node's own pool drops it."""
         kv = make_pool(self.layout, 1, self.model.device)
         token_ids, plan = self._plan()
         hidden = self.model.forward(token_ids, kv, plan)
@@ -65,10 +65,11 @@ class LargestStep:
         sample(logits, [SampleRow(LARGEST_DRAW, [1, 1], 1) for _ in range(len(logits))], self.model.ops)
 
     def graph_bytes(self) -> int:
-        """Estimate the memory of all captured decode steps: each keeps its logits."""
+        """Estimate the memory of all captured steps: those of decodes alone keep their logits."""
         count = min(bisect_left(CAPTURED_ROWS, self.rows) + 1, len(CAPTURED_ROWS))
         rows: int = sum(CAPTURED_ROWS[:count])
-        return rows * self.model.info.vocab_size * 4 + count * GRAPH_BYTES
+        graphs = count + len(CHUNK_TOKENS) * len(CHUNK_DECODES)
+        return rows * self.model.info.vocab_size * 4 + graphs * GRAPH_BYTES
 
     def _plan(self) -> tuple[torch.Tensor, BatchPlan]:
         info, size = self.model.info, self.layout.block_size
