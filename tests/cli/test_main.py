@@ -12,6 +12,7 @@ import pytest
 from kvferry.cli import doctor
 from kvferry.cli import main as command
 from kvferry.cli.bootstrap import ERROR_PREFIX
+from kvferry.cli.check_result import Result
 from kvferry.protocol.errors import ConfigError, NoNodes
 from kvferry.protocol.settings import RouterSettings, WorkerSettings
 
@@ -115,7 +116,7 @@ def test_doctor_s_exit_status_says_whether_something_failed(monkeypatch, no_thre
     monkeypatch.setattr(command, "set_up_log", lambda level, form="text": None)
     for level, status in (("ok", 0), ("warn", 0), ("fail", 1)):
         monkeypatch.setattr(
-            doctor, "all_checks", lambda settings, checks, level=level: [doctor.Result(level, "x", "found")]
+            doctor, "all_checks", lambda settings, checks, level=level: [Result(level, "x", "found")]
         )
         assert command.run(["doctor"]) == status
     assert len(capsys.readouterr().out.splitlines()) == 3

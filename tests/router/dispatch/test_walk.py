@@ -10,7 +10,7 @@ from tests.fake_workers import PROMPT, Bench, FakeWorker, collect, decode, expec
 from tests.walk import Walk
 
 
-async def test_thirty_files_from_a_spec_to_the_post_to_prefill() -> None:
+async def test_thirty_two_files_from_a_spec_to_the_post_to_prefill() -> None:
     walk = Walk("router", "placement")
 
     async def arrived(worker: FakeWorker, request: PrefillRequest) -> AsyncIterator[Any]:
@@ -36,6 +36,8 @@ async def test_thirty_files_from_a_spec_to_the_post_to_prefill() -> None:
         "router/request_context.py",
         "router/request_log.py",
         "router/dispatch/hedging.py",
+        "router/dispatch/hedged_attempts.py",
+        "router/dispatch/token_order.py",
         "router/dispatch/migration.py",
         "router/dispatch/token_sink.py",
         "router/dispatch/attempt.py",
