@@ -103,7 +103,7 @@ def test_audio_of_one_request_is_bounded_before_it_is_heard(
     words = r"must not be longer than 0\.5 s \(the rest of 2\.5 s of audio in one request\)"
     with pytest.raises(InvalidRequest, match=words) as caught:
         encoder.render(chat((clip(1.0), clip(1.0), *[clip(0.6)] * 8)))
-    assert caught.value.param == "messages.0.content.2.input_audio"
+    assert caught.value.param == "messages[0].content[2]"
     assert heard == [1.0, 1.0]
 
 
