@@ -115,8 +115,6 @@ def test_help_and_version_import_nothing_large():
 def test_doctor_s_exit_status_says_whether_something_failed(monkeypatch, no_thread_variables, capsys):
     monkeypatch.setattr(command, "set_up_log", lambda level, form="text": None)
     for level, status in (("ok", 0), ("warn", 0), ("fail", 1)):
-        monkeypatch.setattr(
-            doctor, "all_checks", lambda settings, checks, level=level: [Result(level, "x", "found")]
-        )
+        monkeypatch.setattr(doctor, "all_checks", lambda settings, checks, level=level: [Result(level, "x", "found")])
         assert command.run(["doctor"]) == status
     assert len(capsys.readouterr().out.splitlines()) == 3

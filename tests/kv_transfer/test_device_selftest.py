@@ -27,7 +27,9 @@ def test_a_block_reaches_another_process_and_its_lane_is_named(transports: str, 
 
 
 def test_a_device_that_is_not_there_is_an_error_with_the_childs_words() -> None:
-    with pytest.raises(ConfigError, match=r"no block of cuda:7 reaches another process: .*(_cuda_setDevice|CUDA|NVIDIA)"):
+    with pytest.raises(
+        ConfigError, match=r"no block of cuda:7 reaches another process: .*(_cuda_setDevice|CUDA|NVIDIA)"
+    ):
         device_self_test("cuda:7", "")
 
 
