@@ -11,7 +11,7 @@ import torch
 class DeviceMemory(Protocol):
     """Memory of one device; sizes in bytes.
 
-    total: all of it, whoever uses it."""
+    total: all of it, used or free."""
 
     @property
     def total(self) -> int:
