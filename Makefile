@@ -74,7 +74,7 @@ UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/pytho
 # An environment stays on its machine, so the CPU kernels are compiled for it alone.
 KERNELS_HERE    = -C cmake.define.KVFERRY_INSTRUCTION_SETS=native
 KERNELS_CHECKED = -C cmake.define.KVFERRY_INSTRUCTION_SETS=checked
-# Where there is a compiler, kernels that do not compile fail the tests' installation; any other one says it and goes on.
+# With a compiler, installing for tests fails if the kernels do not compile; installing for `make serve` only warns.
 KERNELS_TESTED  = KVFERRY_KERNELS_REQUIRED=$(if $(shell command -v c++),1,0)
 no_kernels = ls $(VENV)/lib/python*/site-packages/kvferry/kernels/cpu/_native*.so > /dev/null 2>&1 || echo \
   'warning: the CPU kernels did not compile, so a CPU is several times slower; KVFERRY_KERNELS_REQUIRED=1 shows why' >&2
