@@ -6,6 +6,7 @@ from kvferry.cluster_state.redis_router_leases import ALIVE
 _BOOKKEEPING = (
     ALIVE
     + """
+local LATE_MS = 120000 -- time for which a call that comes late is known as such
 local function forget(tenant, name)
   local own = KEYS[1] .. tenant
   local size = redis.call('HGET', own .. '#sizes', name)
@@ -111,7 +112,7 @@ for at = 7, #ARGV, 5 do
   end
   outcomes[#outcomes + 1] = outcome
 end
-if not late then redis.call('SET', fence, ARGV[6], 'PX', 120000) end
+if not late then redis.call('SET', fence, ARGV[6], 'PX', LATE_MS) end
 return outcomes
 """
 )
@@ -174,10 +175,10 @@ RELEASE = (
     + """
 local record, deleted = KEYS[1] .. ARGV[1] .. ':' .. ARGV[2], KEYS[1] .. ARGV[1] .. '#d:' .. ARGV[2]
 local owner = redis.call('HGET', record, 'owner')
-if not owner then redis.call('SET', deleted, '', 'PX', 120000) end
+if not owner then redis.call('SET', deleted, '', 'PX', LATE_MS) end
 if owner ~= ARGV[3] or late(record, ARGV[6], ARGV[7]) then return 0 end
 if ARGV[4] == '0' then
-  if redis.call('HGET', record, 'key') ~= '' then redis.call('SET', deleted, '', 'PX', 120000) end
+  if redis.call('HGET', record, 'key') ~= '' then redis.call('SET', deleted, '', 'PX', LATE_MS) end
   return forget(ARGV[1], ARGV[2])
 end
 redis.call('HSET', record, 'owner', '')

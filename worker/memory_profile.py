@@ -1,6 +1,6 @@
 """Profile of a GPU's memory: measures the largest step and computes what remains for the KV pool.
 
-The step runs layer by layer on a pool of one block, before the real pool exists, as vLLM's profile run does."""
+The step runs on a pool of one block, before the real pool exists, as vLLM's profile run does."""
 
 from __future__ import annotations
 
