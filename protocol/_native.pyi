@@ -1,4 +1,4 @@
-"""The compiled extension (kernels/cpu/native/frames.cpp)."""
+"""The compiled extension (kernels/cpu/native/frames.cpp and jpeg_markers.cpp)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,3 +23,6 @@ def functions(
     """Return `decode`, `plain`, `join`, `decode_first`, `plain_first` (protocol/frames.py).
 
     delta_code, reuse_code: the classes' numbers on the wire."""
+
+def find_marker(data: bytes, at: int, end: int) -> int:
+    """Return the place in [at, end) where the next marker of a JPEG begins, or -1 (router/media/jpeg_scans.py)."""

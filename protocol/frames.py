@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from kvferry.protocol.messages import FirstToken, StepFrame, TokenDelta
@@ -15,32 +16,27 @@ from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.protocol.wire import code_of, compiled
 
 
-def _functions() -> (
-    tuple[
-        Callable[[bytes], StepFrame | None],
-        Callable[[tuple[TokenDelta, ...]], bool],
-        Callable[[list[TokenDelta]], TokenDelta | None],
-        Callable[[bytes], FirstToken | None],
-        Callable[[Any], bool],
-    ]
-    | None
-):
-    """Return the compiled functions, or None where they are absent or unwanted."""
+def _installed() -> ModuleType | None:
+    """Return the extension, or None where it is absent or unwanted."""
     if os.environ.get("KVFERRY_PURE"):
         return None
     try:
         from kvferry.protocol import _native
     except ImportError:
         return None
-    return _native.functions(TokenDelta, code_of(TokenDelta), StepFrame, Reuse, code_of(Reuse), FirstToken)
+    return _native
+
+
+native = _installed()
+"""The extension, or None."""
 
 
 def _left_to_python(_: object) -> None:
     """Return None."""
 
 
-_FOUND = _functions()
-IS_COMPILED = _FOUND is not None
+_FOUND = native and native.functions(TokenDelta, code_of(TokenDelta), StepFrame, Reuse, code_of(Reuse), FirstToken)
+IS_COMPILED = native is not None
 """Whether the extension is used."""
 plain: Callable[[tuple[TokenDelta, ...]], bool | None] = _FOUND[1] if _FOUND else _left_to_python
 """Return whether all deltas are valid and hold no more than tokens; otherwise each is to be checked."""

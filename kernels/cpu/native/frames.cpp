@@ -10,6 +10,8 @@
 #include <cstring>
 #include <initializer_list>
 
+#include "jpeg_markers.h"
+
 namespace {
 
 constexpr long long MAX_ID = 2147483647;  // as message_validation.MAX_ID
@@ -416,8 +418,10 @@ PyMethodDef METHODS[] = {
     {"functions", functions, METH_VARARGS,
      "Return (decode, plain, join, decode_first, plain_first) for the classes TokenDelta, with its code on the wire,\n"
      "StepFrame, Reuse, with its code, and FirstToken."},
+    {"find_marker", find_marker, METH_VARARGS,
+     "Return the place in [at, end) where the next marker of a JPEG begins, or -1."},
     {nullptr, nullptr, 0, nullptr}};
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "Decodes, checks and joins token deltas.", 0, METHODS,
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "Decodes, checks and joins token deltas; finds markers of JPEGs.", 0, METHODS,
                       nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

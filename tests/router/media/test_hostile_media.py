@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.router.media.image_size import UnreadableImage
-from kvferry.router.media.jpeg_scans import MAX_SCANS, SLICE, check_scans
+from kvferry.router.media.jpeg_scans import MAX_SCANS, SLICE, check_scans, find_marker, marker_in
 from kvferry.router.media.limits import MAX_MEDIA, MAX_MEDIA_BYTES
 from kvferry.router.media.loading import MediaLoader
 from kvferry.router.media.parts import media_parts
@@ -175,3 +175,13 @@ def test_what_is_not_taken_is_a_refusal_and_nothing_else(
         assert time.thread_time() - began < 3 * CPU_S
 
     asyncio.run(load())
+
+
+@given(st.lists(st.sampled_from([0x00, 0x01, 0x12, 0xCF, 0xD0, 0xD7, 0xD8, 0xDA, 0xFE, 0xFF]), max_size=300), st.data())
+def test_markers_are_found_where_the_compiled_search_finds_them(parts: list[int], draw: st.DataObject):
+    data = bytes(parts)
+    at = draw.draw(st.integers(0, len(data)))
+    end = draw.draw(st.integers(at, len(data) + 5))
+    assert find_marker(data, at, end) == marker_in(data, at, end)
+    quiet = b"\xff\0" * 40 + data
+    assert find_marker(quiet, 0, len(quiet)) == marker_in(quiet, 0, len(quiet))
