@@ -24,8 +24,9 @@ from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.router.api.sse import TextEvent
 from kvferry.router.dispatch.interface import Output
 from kvferry.router.journal.event_ids import EventIds
+from kvferry.router.journal.open_journal import CloseMode, OpenJournal
 from kvferry.router.journal.recording import JournalHead
-from kvferry.router.journal.writer import CloseMode, JournalWriter, OpenJournal
+from kvferry.router.journal.writer import JournalWriter
 from kvferry.router.request_context import RequestIdentity
 
 STREAMS, ROUNDS, TOKENS = 256, 20, 12

@@ -56,7 +56,11 @@ class Journal:
 
 
 class Journals(Protocol):
-    """Journals by tenant and name, each with one owner; bounded per tenant, the next to expire is evicted first."""
+    """Journals by tenant and name, each with one owner; bounded per tenant, the next to expire is evicted first.
+
+    erased_at: monotonic time in seconds at which an append found that the store has lost its data; 0: never."""
+
+    erased_at: float
 
     async def open(self, tenant: str, name: str, owner: str, head: bytes, *, key: str = "", ttl_s: float) -> str:
         """Open a journal and return "", or the name of the existing journal with this key or this name.

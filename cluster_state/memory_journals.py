@@ -39,7 +39,7 @@ class MemoryJournals:
         max_journals: int = MAX_JOURNALS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.available = True
+        self.available, self.erased_at = True, 0.0
         self._leases, self._share, self._max_journals, self._clock = leases, share, max_journals, clock
         self._records: dict[str, dict[str, _Record]] = {}
         self._sizes: dict[str, int] = {}

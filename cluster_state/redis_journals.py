@@ -4,7 +4,7 @@ kvferry:<cluster>:j:<tenant>:<name>     hash  owner, head, born (ms), key, the e
                                               #<writer>: number of its last claim or release; expires
 kvferry:<cluster>:j:<tenant>#k:<key>    string, the name of the journal with this idempotency key; expires with it
 kvferry:<cluster>:j:<tenant>#d:<name>   string, the journal is deleted and cannot be opened again; expires
-kvferry:<cluster>:j:#w:<writer>         string, number of the last append of this process; expires
+kvferry:<cluster>:j:#w:<writer>         string, number of the last append of this process; expires after a day
 kvferry:<cluster>:j:<tenant>#ages       sorted set  name → milliseconds when the journal expires
 kvferry:<cluster>:j:<tenant>#sizes      hash  name → bytes, and the field "" with their sum
 
@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 
 from kvferry.cluster_state import redis_client
@@ -62,6 +63,7 @@ class RedisJournals:
         self._bounds, self._lease_ms, self._seal = [MAX_TTL_MS, share, max_journals], int(lease_s * 1000), seal
         self._client = redis_client.connected(url, timeout_s, password_file)
         self._scripts = ScriptFailover(RedisJournalScripts(self._client, cluster, timeout_s))
+        self.erased_at, self._has_appended = 0.0, False
         self._writer, self._numbers, self._appending = secrets.token_hex(8), itertools.count(1), asyncio.Lock()
 
     def fall_back_on(self, relay: JournalScripts) -> None:
@@ -96,7 +98,11 @@ class RedisJournals:
             args += (_hashed(tenant), name, number, sealed, _ms(ttl_s))
         answer = await self._scripts.run("append", args)
         with sensible():
-            return [AppendOutcome(int(each)) for each, _ in zip(answer, batch, strict=True)]
+            *outcomes, is_known = answer
+            if self._has_appended and is_known == b"0":
+                self.erased_at = time.monotonic()
+            self._has_appended = True
+            return [AppendOutcome(int(each)) for each, _ in zip(outcomes, batch, strict=True)]
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:
         answer = await self._scripts.run("read", [_hashed(tenant), name, since, self._lease_ms])

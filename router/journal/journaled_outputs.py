@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from kvferry.router.dispatch.interface import Dispatch, Output, RequestSpec
 from kvferry.router.journal.errors import NotResumable
+from kvferry.router.journal.open_journal import OpenJournal
 from kvferry.router.journal.recorded_dispatch import FollowedJournal, RecordedDispatch
 from kvferry.router.journal.recording import digest
-from kvferry.router.journal.writer import OpenJournal
 
 
 class JournaledOutputs:

@@ -11,9 +11,10 @@ from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.router.api.admission import TokenUsage
 from kvferry.router.journal.event_ids import StreamPosition
 from kvferry.router.journal.journaled_outputs import JournaledOutputs
+from kvferry.router.journal.open_journal import CloseMode, OpenJournal, nothing
 from kvferry.router.journal.recorded_dispatch import FollowedJournal
 from kvferry.router.journal.recording import JournalHead
-from kvferry.router.journal.writer import CloseMode, JournalWriter, OpenJournal, nothing
+from kvferry.router.journal.writer import JournalWriter
 from kvferry.router.request_context import RequestContext
 
 
@@ -82,8 +83,10 @@ class JournaledRequest:
         if written is None:
             assert self.outputs.followed is not None
             recording = self.outputs.followed.recording
-            number, watched = recording.entries, self.head.watched
-            written = OpenJournal(self.call.tenant, self.name, self._ttl_s, number=number, watched=watched)
+            written = OpenJournal(
+                self.call.tenant, self.name, self._ttl_s, head=self.head.packed(), entries=recording.data,
+                is_opened=True, key=self.call.resume.key, watched=self.head.watched,
+            )  # fmt: skip
             self._metrics.takeovers.labels("response" if self.head.watched else "stream").inc()
         written.on_lost = self._lost
         self.outputs.written = written

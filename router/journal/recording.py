@@ -125,19 +125,24 @@ class RecordedChoice:
 
 @dataclass(slots=True)
 class Recording:
-    """Entries of a journal. `prompts` is the digest of the prompts; `entries` counts the entries."""
+    """Entries of a journal. `prompts` is the digest of the prompts; `data` are the entries as stored."""
 
     choices: defaultdict[int, RecordedChoice] = field(default_factory=lambda: defaultdict(RecordedChoice))
     prompts: bytes = b""
     has_ended: bool = False
-    entries: int = 0
+    data: list[bytes] = field(default_factory=list)
+
+    @property
+    def entries(self) -> int:
+        """Return the number of entries."""
+        return len(self.data)
 
     def add(self, entries: Sequence[bytes]) -> None:
         """Add entries. Raises WireError."""
         for entry in entries:
             for kind, choice, value in unpack(entry):
                 self._apply(kind, self.choices[choice], value)
-            self.entries += 1
+            self.data.append(entry)
 
     @property
     def tokens(self) -> int:

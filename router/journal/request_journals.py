@@ -17,10 +17,11 @@ from kvferry.protocol.wire import WireError
 from kvferry.router.journal.errors import KeyReused
 from kvferry.router.journal.event_ids import HEADER, parsed_id
 from kvferry.router.journal.journaled_request import JournaledRequest
+from kvferry.router.journal.open_journal import OpenJournal
 from kvferry.router.journal.ownership import owning
 from kvferry.router.journal.recorded_dispatch import FollowedJournal
 from kvferry.router.journal.recording import JournalHead, Recording
-from kvferry.router.journal.writer import JournalWriter, OpenJournal
+from kvferry.router.journal.writer import JournalWriter
 from kvferry.router.request_context import RequestContext
 
 KEY = "Idempotency-Key"
@@ -149,7 +150,7 @@ class RequestJournals:
                 self.metrics.failures.labels("store").inc()
                 continue
             if not known:
-                return self._new(call, each, name, head, opened=len(packed))
+                return self._new(call, each, name, head, is_opened=True)
             if known == "!":
                 self.metrics.failures.labels("evicted").inc()
                 return None
@@ -160,14 +161,15 @@ class RequestJournals:
         return None
 
     def _new(
-        self, call: RequestContext, store: JournalStore, name: str, head: JournalHead, *, opened: int = 0
+        self, call: RequestContext, store: JournalStore, name: str, head: JournalHead, *, is_opened: bool = False
     ) -> JournaledRequest | None:
-        """Return a new request; None if it is too large. opened: bytes of its head if the store already has it."""
+        """Return a new request; None if it is too large. is_opened: the store already has its head."""
         ttl_s = self._life_s(head)
         without_body = replace(head, body=b"")  # the body would take memory for as long as the request runs
         request = JournaledRequest(call, without_body, name, store.writer, self.metrics, None, ttl_s)
-        packed = b"" if opened else head.packed()
-        written = OpenJournal(call.tenant, name, ttl_s, head=packed, size=opened, watched=head.watched)
+        written = OpenJournal(
+            call.tenant, name, ttl_s, head=head.packed(), is_opened=is_opened, key=call.resume.key, watched=head.watched
+        )
         return request if request.write(written) else None
 
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from enum import Enum
+from collections.abc import AsyncIterator, Sequence
 
 from kvferry.cluster_state.journals import HEAD, Append, AppendOutcome, Journals
 from kvferry.protocol.errors import RegistryUnavailable
 from kvferry.protocol.journal_metrics import JournalMetrics
-from kvferry.router.journal.recording import PendingEntry
+from kvferry.router.journal.journal_copy import CopyBudget
+from kvferry.router.journal.open_journal import CloseMode, OpenJournal
 from kvferry.runtime.log import RateLimitedLog
 
 log = logging.getLogger("kvferry.journal")
@@ -21,66 +21,6 @@ WRITE_S = 0.25
 """Seconds between writes of delivered outputs."""
 BEGIN_S = 0.02
 """Seconds within which a new journal is written, together with all others that begin in that time."""
-OWNER_CHECK_S = 0.5
-"""Seconds without new tokens after which a watched journal is written nevertheless, to detect another owner.
-
-A client may have cancelled its work through another router."""
-
-
-class CloseMode(Enum):
-    """Last action of a router on a journal: mark it complete, release it to other routers, or delete it."""
-
-    END = "end"
-    RELEASE = "release"
-    DROP = "drop"
-
-
-def nothing() -> None:
-    """Do nothing."""
-
-
-class OpenJournal:
-    """Journal that this router writes. `pending` collects the outputs.
-
-    head     its head if it is not written yet
-    number   number of the next entry
-    watched  whether to check for another owner while no tokens come
-    on_lost  called when another router owns the journal
-    """
-
-    def __init__(
-        self, tenant: str, name: str, ttl_s: float, *, head: bytes = b"", number: int = 0, size: int = 0,
-        watched: bool = False, on_lost: Callable[[], None] = nothing,
-    ) -> None:  # fmt: skip
-        self.tenant, self.name, self.ttl_s, self.on_lost = tenant, name, ttl_s, on_lost
-        self.pending = PendingEntry()
-        self.close_mode: CloseMode | None = None
-        self.size, self.written_at = size + len(head), time.monotonic()
-        self._number, self._unsent = HEAD if head else number, head
-        self._idle_s = min(OWNER_CHECK_S, ttl_s / 3) if watched else ttl_s / 3
-        self.is_open = False
-        self.closed = asyncio.Event()
-        """Set once nothing more will be written."""
-
-    def due(self, now: float) -> Append | None:
-        """Return the entry to write now; None if there is none."""
-        if not self._unsent and self.pending:
-            self._unsent = self.pending.take()
-            self.size += len(self._unsent)
-        if self._unsent or now - self.written_at >= self._idle_s:
-            return Append(self.tenant, self.name, self._number, self._unsent, self.ttl_s)
-        return None
-
-    def written(self, now: float) -> int:
-        """Record that the due entry is stored, and return its size in bytes."""
-        size, self._unsent, self.written_at = len(self._unsent), b"", now
-        self._number = 0 if self._number == HEAD else self._number + bool(size)
-        return size
-
-    @property
-    def is_flushed(self) -> bool:
-        """Return whether the router closes the journal and everything is written."""
-        return self.close_mode is not None and not self._unsent and not self.pending
 
 
 class JournalWriter:
@@ -91,9 +31,11 @@ class JournalWriter:
 
     def __init__(self, journals: Journals, owner: str, metrics: JournalMetrics, *, max_bytes: int) -> None:
         self._journals, self._owner, self._metrics, self._max_bytes = journals, owner, metrics, max_bytes
+        self._copies = CopyBudget()
         self._open: dict[OpenJournal, None] = {}
         self._urgent: dict[OpenJournal, None] = {}
         self._soon = asyncio.Event()
+        self._erased_at = journals.erased_at
         self._warnings = RateLimitedLog(log)
 
     def begin(self, journal: OpenJournal) -> bool:
@@ -102,7 +44,7 @@ class JournalWriter:
             self._metrics.failures.labels("too_large").inc()
             journal.closed.set()
             return False
-        journal.is_open = True
+        journal.open(self._copies)
         self._open[journal] = None
         self._metrics.open.inc()
         self._prioritise(journal)
@@ -160,16 +102,29 @@ class JournalWriter:
         now = time.monotonic()
         pairs = [(each, append) for each in only if each in self._open and (append := self._due(each, now))]
         try:
+            await self._open_again([journal for journal, _ in pairs if journal.must_open])
             outcomes = await self._journals.append(self._owner, [append for _, append in pairs]) if pairs else []
         except RegistryUnavailable as error:
             self._failed(error, now)
             return
+        self._check_all()
         for (journal, append), outcome in zip(pairs, outcomes, strict=True):
             if outcome is AppendOutcome.STORED:
                 self._metrics.bytes.inc(journal.written(now))
+                if journal.is_restarting:
+                    self._prioritise(journal)
             else:
                 self._lost(journal, append, outcome)
         await asyncio.gather(*(self._finish(each) for each in only if each in self._open and each.is_flushed))
+
+    def _check_all(self) -> None:
+        """Write all journals, also those without new outputs, once the store has lost its data."""
+        if self._journals.erased_at != self._erased_at:
+            self._erased_at = self._journals.erased_at
+            self._warnings.warning("the store has lost its journals: they are written again")
+            for journal in self._open:
+                journal.must_check = True
+                self._prioritise(journal)
 
     def _due(self, journal: OpenJournal, now: float) -> Append | None:
         append = journal.due(now)
@@ -190,6 +145,9 @@ class JournalWriter:
     def _lost(self, journal: OpenJournal, append: Append, outcome: AppendOutcome) -> None:
         """Stop recording: another router owns the journal, or the store no longer has it."""
         in_use = append.number == HEAD
+        if outcome is AppendOutcome.GONE and journal.written_at < self._journals.erased_at and journal.restart():
+            self._prioritise(journal)
+            return
         if outcome is AppendOutcome.LOST and not in_use:
             log.info("%s continues at another router", journal.name)
             journal.on_lost()
@@ -197,6 +155,14 @@ class JournalWriter:
             reason = "name_in_use" if outcome is AppendOutcome.LOST else "evicted"
             self._metrics.failures.labels(reason).inc()
         self._remove(journal)
+
+    async def _open_again(self, journals: Sequence[OpenJournal]) -> None:
+        """Open journals with keys, which the store has lost. Raises RegistryUnavailable.
+
+        The heads that are due for them change nothing then, or find another owner."""
+        for each in journals:
+            await self._journals.open(each.tenant, each.name, self._owner, each.head, key=each.key, ttl_s=each.ttl_s)
+            each.must_open = False
 
     async def _finish(self, journal: OpenJournal) -> None:
         try:
@@ -212,5 +178,4 @@ class JournalWriter:
     def _remove(self, journal: OpenJournal) -> None:
         if self._open.pop(journal, journal) is None:
             self._metrics.open.dec()
-        journal.is_open = False
-        journal.closed.set()
+        journal.shut()

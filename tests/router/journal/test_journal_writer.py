@@ -12,8 +12,9 @@ from kvferry.protocol.journal_metrics import JournalMetrics
 from kvferry.protocol.messages import TokenLogprobs
 from kvferry.protocol.prefix_reuse import Reuse
 from kvferry.router.dispatch.interface import Output, Route
+from kvferry.router.journal.open_journal import OWNER_CHECK_S, CloseMode, OpenJournal
 from kvferry.router.journal.recording import JournalHead, Recording
-from kvferry.router.journal.writer import OWNER_CHECK_S, WRITE_S, CloseMode, JournalWriter, OpenJournal
+from kvferry.router.journal.writer import WRITE_S, JournalWriter
 from kvferry.router.request_context import RequestIdentity
 
 HEAD = JournalHead("/v1/completions", b"{}", "r", RequestIdentity("ab", 12, 34), 600.0)
