@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvferry.protocol.wire import pack, unpack
 
 MAX_COPIED_BYTES = 64 * 2**20
 """Largest size of all copies of one router; journals beyond it are not written again."""
 _LENGTH = 4
 """Bytes of an entry's length before it."""
+
+
+def joined(entries: Sequence[bytes]) -> bytes:
+    """Return one entry with the contents of several; b"" if there are none."""
+    items = [item for entry in entries if entry for item in unpack(entry)]
+    return pack(items) if items else b""
 
 
 class CopyBudget:
@@ -52,13 +60,12 @@ class JournalCopy:
 
     def whole(self, unwritten: bytes) -> bytes:
         """Return one entry with everything in the copy and an unwritten entry; b"" if there is nothing."""
-        items, at = list[object](), 0
+        entries, at = list[bytes](), 0
         while at < len(self._entries):
             end = at + _LENGTH + int.from_bytes(self._entries[at : at + _LENGTH], "big")
-            items += unpack(bytes(self._entries[at + _LENGTH : end]))
+            entries.append(bytes(self._entries[at + _LENGTH : end]))
             at = end
-        items += unpack(unwritten) if unwritten else []
-        return pack(items) if items else b""
+        return joined([*entries, unwritten])
 
     def clear(self) -> None:
         """Forget the entries, which are to be written and added again."""

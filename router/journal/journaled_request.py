@@ -92,6 +92,12 @@ class JournaledRequest:
         self.outputs.written = written
         return self._writer.begin(written)
 
+    def mirror_to(self, other: OpenJournal) -> None:
+        """Record the outputs in another store, too."""
+        assert self.outputs.written is not None
+        other.on_lost = self._lost
+        self.outputs.written.mirror_to(other)
+
     def keep_open(self) -> None:
         """Keep the journal open after the `with` block; the caller must call `close`."""
         self._keeps_open = True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from kvferry.cluster_state.journals import HEAD, Append
-from kvferry.router.journal.journal_copy import CopyBudget, JournalCopy
+from kvferry.router.journal.journal_copy import CopyBudget, JournalCopy, joined
 from kvferry.router.journal.recording import PendingEntry
 
 OWNER_CHECK_S = 0.5
@@ -51,8 +51,9 @@ class OpenJournal:
         self._number, self._unsent = (len(entries), b"") if is_opened else (HEAD, head)
         self._begun: tuple[bytes, Sequence[bytes]] = (head, entries)
         self._copy: JournalCopy | None = None
-        self._rest = b""
-        """Entry behind the head, of a journal that is written again."""
+        self._rest = list[bytes]()
+        """Contents of the next entry: of a journal that is written again, or of the one that this one mirrors."""
+        self._mirror: OpenJournal | None = None
         self._idle_s = min(OWNER_CHECK_S, ttl_s / 3) if watched else ttl_s / 3
         self.is_open = self.must_open = self.must_check = False
         """must_open: the store has lost the journal and its key. must_check: it may have lost the journal."""
@@ -72,11 +73,17 @@ class OpenJournal:
         self.is_open = False
         self._drop_copy()
         self.closed.set()
+        if self._mirror is not None:
+            self._mirror.close_mode = self.close_mode or CloseMode.RELEASE
+
+    def mirror_to(self, other: OpenJournal) -> None:
+        """Write all entries to another store as well, as soon as it answers, and close that journal with this one."""
+        self._mirror, other.must_open = other, True
 
     def due(self, now: float) -> Append | None:
         """Return the entry to write now; None if there is none."""
         if not self._unsent and self._rest:
-            self._unsent, self._rest = self._rest, b""
+            self._unsent, self._rest = joined(self._rest), []
         if not self._unsent and self.pending:
             self._unsent = self.pending.take()
             self.size += len(self._unsent)
@@ -92,21 +99,28 @@ class OpenJournal:
         elif entry:
             self._number += 1
             self._keep(entry)
+            if self._mirror is not None:
+                self._mirror.add(entry)
         return len(entry)
+
+    def add(self, entry: bytes) -> None:
+        """Add an entry of the journal that this one mirrors."""
+        self._rest.append(entry)
+        self.size += len(entry)
 
     def restart(self) -> bool:
         """Write the journal again from its copy; return False if there is none."""
         if self._copy is None:
             return False
         if self._number != HEAD:
-            self._rest = self._copy.whole(self._unsent)
+            self._rest.insert(0, self._copy.whole(self._unsent))
             self._copy.clear()
         self._number, self._unsent, self.must_open = HEAD, self._copy.head, bool(self.key)
         return True
 
     @property
-    def is_restarting(self) -> bool:
-        """Return whether the entry behind the head of a journal that is written again is still to be written."""
+    def is_behind(self) -> bool:
+        """Return whether the head is written, and an entry that was ready before is not."""
         return bool(self._rest)
 
     @property

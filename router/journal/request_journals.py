@@ -150,7 +150,10 @@ class RequestJournals:
                 self.metrics.failures.labels("store").inc()
                 continue
             if not known:
-                return self._new(call, each, name, head, is_opened=True)
+                request = self._new(call, each, name, head, is_opened=True)
+                if request is not None and each is not store:
+                    self._mirror(request, store, packed)
+                return request
             if known == "!":
                 self.metrics.failures.labels("evicted").inc()
                 return None
@@ -171,6 +174,13 @@ class RequestJournals:
             call.tenant, name, ttl_s, head=head.packed(), is_opened=is_opened, key=call.resume.key, watched=head.watched
         )
         return request if request.write(written) else None
+
+    def _mirror(self, request: JournaledRequest, store: JournalStore, head: bytes) -> None:
+        """Record a request of this process in a store that does not answer now, too, once it does."""
+        call, ttl_s, watched = request.call, self._life_s(request.head), request.head.watched
+        other = OpenJournal(call.tenant, request.name, ttl_s, head=head, key=call.resume.key, watched=watched)
+        if store.writer.begin(other):
+            request.mirror_to(other)
 
 
 class JournalStore:

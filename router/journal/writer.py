@@ -111,7 +111,7 @@ class JournalWriter:
         for (journal, append), outcome in zip(pairs, outcomes, strict=True):
             if outcome is AppendOutcome.STORED:
                 self._metrics.bytes.inc(journal.written(now))
-                if journal.is_restarting:
+                if journal.is_behind:
                     self._prioritise(journal)
             else:
                 self._lost(journal, append, outcome)
