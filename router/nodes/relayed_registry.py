@@ -1,7 +1,8 @@
 """RelayedRegistry: reads the nodes' leases through nodes while the registry does not answer this router.
 
 A router that is cut off from the registry alone thus learns of nodes that start, restart and drain. If the registry is
-away for all, it still learns of a node that restarts at its address, since each node also tells its own lease."""
+away for all, it still learns of a node that restarts at its address, or returns after it was lost, since each node
+also tells its own lease."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ SILENCE_S, ANSWER_S = 1.0, 3.0
 """Longest silence of a node that is asked, and longest time of its whole answer, in seconds."""
 ASKED, PROBED = 2, 4
 """Number of connected nodes that each round asks, and of addresses of unconnected ones, which take turns."""
+LOST_S = 30.0
+"""Time for which a lost node's address is asked, in seconds: it may have been cut off, and the registry away since."""
 MAX_RECORDS = 2**14
 """Maximum number of leases that are read of a round's answers."""
 
@@ -47,6 +50,8 @@ class RelayedRegistry:
     def __init__(self, table: NodeTable, client: NodeClient, reader: SealedLeases) -> None:
         self._table, self._client, self._reader = table, client, reader
         self._probed = 0
+        self._recent = dict[str, tuple[NodeLease, float]]()
+        """Last lease of each node, and when the table still had it: one that was lost may live on."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -62,6 +67,7 @@ class RelayedRegistry:
         while True:
             await asyncio.sleep(max(PERIOD_S, NODE_PERIOD_S * len(self._table.entries)))
             try:
+                self._remember()
                 if self._is_needed:
                     await self._ask()
             except Exception:
@@ -80,11 +86,19 @@ class RelayedRegistry:
         if leases and self._is_needed:
             self._table.learn(leases)
 
+    def _remember(self) -> None:
+        now = self._table.clock()
+        self._recent |= {entry.lease.node_id: (entry.lease, now) for entry in self._table.entries.values()}
+        for node_id in [each for each, (_, seen_at) in self._recent.items() if now - seen_at > LOST_S]:
+            del self._recent[node_id]
+
     def _next_nodes(self) -> list[NodeLease]:
-        """Return the nodes to ask: some that are connected, and the next of those that may have restarted."""
+        """Return the nodes to ask: some that are connected, and the next of those that may be back."""
         entries = self._table.entries.values()
         connected = [entry.lease for entry in entries if entry.reachable]
         others = [entry.lease for entry in entries if not entry.reachable]
+        known = {entry.lease.node_id for entry in entries}
+        others += [lease for node_id, (lease, _) in self._recent.items() if node_id not in known]
         first = self._probed % len(others) if others else 0
         self._probed = first + PROBED
         return random.sample(connected, min(ASKED, len(connected))) + (others[first:] + others[:first])[:PROBED]

@@ -20,7 +20,7 @@ from kvferry.protocol.relayed_leases import RelayedLeases
 from kvferry.protocol.wire import pack
 from kvferry.router.nodes import relayed_registry
 from kvferry.router.nodes.node_source import LastNodes
-from kvferry.router.nodes.relayed_registry import ASKED, PROBED, SILENT_S, RelayedRegistry, SealedLeases
+from kvferry.router.nodes.relayed_registry import ASKED, LOST_S, PROBED, SILENT_S, RelayedRegistry, SealedLeases
 from tests.fake_workers import lease_of
 from tests.router.nodes.test_node_table import D1, D2, P1, Table
 
@@ -65,6 +65,30 @@ async def test_a_restarted_node_and_a_new_one_are_learnt_and_absent_ones_stay() 
     assert set(table.entries) == {("p1", 1), ("d1", 2), ("d2", 1), ("d3", 1)}
     assert table[again].lease == again
     assert table.changes == 2
+
+
+async def test_a_node_that_was_lost_before_the_registry_went_away_is_found_at_its_address() -> None:
+    """It was cut off until its lease lapsed: no router used it until the registry answered again."""
+    table = Table(P1, D1, D2)
+    await table.poll()
+    for entry in table.entries.values():
+        entry.opened()
+    relays = Relays(d1=[D1])
+    source = relayed(table, relays)
+    source._remember()
+    table[D1].broken(NodeDown("cut off"))
+    await table.poll(P1, D2, after=5.0)
+    assert set(table.entries) == {("p1", 1), ("d2", 1)}
+    table.registry.available = False
+    await table.poll(after=SILENT_S)
+    source._remember()
+    await source._ask()
+    assert set(table.entries) == {("p1", 1), ("d1", 1), ("d2", 1)}
+    table.registry.available = True
+    await table.poll(after=5.0)
+    table.clock.now += LOST_S + 1
+    source._remember()
+    assert set(source._recent) == {"p1", "d2"}, "it is asked for half a minute"
 
 
 async def test_older_leases_change_nothing() -> None:
