@@ -19,7 +19,7 @@ from tests.local_cluster import local_cluster
 from tests.router.page.chat_tab import ENDED, ask, opened, press_button, set_fields
 
 FOLDER = Path(__file__).resolve().parent
-MAX_BYTES = 150_000
+MAX_BYTES = 200_000
 """Maximum size of a screenshot, in bytes."""
 ANSWER_S = 120.0
 """Maximum time for an answer of the demo model, in seconds."""

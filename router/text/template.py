@@ -69,6 +69,7 @@ class ChatTemplate:
         with RenderChild(self.sources, MAX_PROBING_S) as self._child:
             self.traits = probed(self._shown, self.variables, knows_calls=self.knows_calls)
         self._child = None
+        self.knows_tools = self.knows_tools and not self.traits.hides_tools
 
     @property
     def wants_parts(self) -> bool:

@@ -17,18 +17,8 @@ _PROBE = "kvferry-probe"
 _NAME, _KEY, _VALUE, _RESULT = "kvferry_call", "kvferry_key", "kvferry_value", "kvferry-result"
 _ID = "kvferryid"
 """Id of nine letters, which all known forms but Kimi's allow."""
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "Probes.",
-        "parameters": {
-            "type": "object",
-            "properties": {_KEY: {"type": "string", "description": "A value."}},
-            "required": [_KEY],
-        },
-    },
-}
+_SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string", "description": "A value."}}, "required": [_KEY]}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "Probes.", "parameters": _SCHEMA}}
 XML_TOOLS = "xml_tools"
 """Variable in which SmolLM3's templates look for tools."""
 Render = Callable[[Sequence["Probe"]], Sequence[str | None]]
@@ -50,6 +40,7 @@ class TemplateTraits:
     wants_parts     content is a list of parts, not a string
     takes_xml_tools the tools are also given in the variable xml_tools
     takes_functions the functions are given as JSON text in the variable functions, and the date in datetime
+    hides_tools     the template shows no tools although it reads their variable, which it sets itself
     wants_tools     without tools, `tools` is an empty list: the template refuses None
     takes_system    the template shows a system message
     text_arguments  a call's arguments are JSON text, not an object
@@ -62,6 +53,7 @@ class TemplateTraits:
     """
 
     wants_parts: bool = False
+    hides_tools: bool = False
     wants_tools: bool = False
     takes_xml_tools: bool = False
     takes_functions: bool = False
@@ -99,6 +91,7 @@ def probed(render: Render, variables: Collection[str], *, knows_calls: bool) -> 
     """Return the traits of a template that reads these variables."""
     traits = _base(render, TemplateTraits(takes_functions=takes_functions(variables)))
     traits = replace(traits, takes_xml_tools=XML_TOOLS in variables)
+    traits = replace(traits, hides_tools=_hides_tools(render, traits))
     if knows_calls:
         traits = _of_calls(render, traits)
     if EFFORT in variables:
@@ -114,6 +107,14 @@ def _base(render: Render, traits: TemplateTraits) -> TemplateTraits:
     user: Messages = [{"role": "user", "content": _PROBE}]
     shown = render([_probe(form, user) for form in forms])
     return next((form for form, text in zip(forms, shown, strict=True) if _shows(text, user)), forms[0])
+
+
+def _hides_tools(render: Render, traits: TemplateTraits) -> bool:
+    """Return whether the template shows conversations with a tool, but never the tool."""
+    user: Messages = [{"role": "user", "content": _PROBE}]
+    texts = render([_probe(traits, each, tools=True) for each in (user, SYSTEM_FIRST)])
+    shown = [text for text in texts if text is not None]
+    return bool(shown) and not any(_NAME in text for text in shown)
 
 
 def _efforts(render: Render, traits: TemplateTraits) -> frozenset[str]:

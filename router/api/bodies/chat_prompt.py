@@ -13,6 +13,7 @@ from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.tools import Tools
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
+from kvferry.router.text.thinking_variables import EFFORTS
 
 
 class ChatPrompt(RequestBody):
@@ -30,10 +31,11 @@ class ChatPrompt(RequestBody):
         self, text: TextModel, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None
     ) -> Rendering:
         """Return what the template is to render for the messages; raise InvalidRequest."""
-        return text.rendering(messages, tools=tools, **self.template_fields())
+        return text.rendering(messages, tools=tools, **self.template_fields(text))
 
-    def template_fields(self) -> dict[str, Any]:
+    def template_fields(self, text: TextModel) -> dict[str, Any]:
         """Return documents, variables and ends of the prompt for the template; raise InvalidRequest."""
+        self._check_effort(text)
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             raise InvalidRequest(
@@ -49,3 +51,14 @@ class ChatPrompt(RequestBody):
             "continue_final_message": continues,
             "extra": {**extra, **(self.chat_template_kwargs or {})},
         }
+
+    def _check_effort(self, text: TextModel) -> None:
+        """Raise InvalidRequest for an effort that neither clients nor the model's template know, most likely a typo."""
+        effort, source = self.reasoning_effort, text.template.source if text.template else ""
+        if effort is None or effort in EFFORTS or any(f"{quote}{effort}{quote}" in source for quote in "'\""):
+            return
+        raise InvalidRequest(
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, or a value that the model's chat template names; "
+            f"got {effort!r}",
+            param="reasoning_effort",
+        )

@@ -213,7 +213,7 @@ class ChatBody(ToolFields, ReasoningFields, ChatPrompt, UnsupportedForChat, Gene
         if not has_part(self.messages, MODALITIES):
             return None
         tools = None if self._use() is None else self.usable()
-        return chat_of(text, self.messages, tools=tools, **self.template_fields())
+        return chat_of(text, self.messages, tools=tools, **self.template_fields(text))
 
     def marks_texts(self) -> bool:
         """Return whether to add special tokens; false by default, since templates write them."""

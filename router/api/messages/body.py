@@ -11,6 +11,7 @@ from kvferry.protocol.sampling import MAX_COUNT
 from kvferry.router.api.bodies.fields import MAX_ITEMS, MAX_MESSAGES, Integer, Objects, Stops, fail_with
 from kvferry.router.api.bodies.request_body import RequestBody
 from kvferry.router.api.bodies.tools import MAX_TOOLS
+from kvferry.router.api.bodies.unsupported_fields import Unsupported
 
 Content = Annotated[str | Objects, fail_with(f"must be a string or a list of at most {MAX_ITEMS} blocks")]
 
@@ -51,7 +52,7 @@ class ToolChoice(BaseModel):
 class Thinking(BaseModel):
     """Extended-thinking settings; budget_tokens bounds the reasoning of models whose reasoning a token ends."""
 
-    type: str
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], fail_with("must be enabled, disabled or adaptive")]
     budget_tokens: Annotated[Integer, Field(ge=1, le=MAX_COUNT)] | None = None
 
 
@@ -72,6 +73,7 @@ class CountBody(RequestBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    mcp_servers: Annotated[Any, Unsupported("calling MCP servers is")] = None
 
     def longest_ttl(self) -> str | None:
         """Return the longest time for which a part of the prompt should stay cached; None if no part has one."""
@@ -101,3 +103,4 @@ class MessagesBody(CountBody):
     top_k: Annotated[Integer, Field(ge=-1, le=MAX_COUNT)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Annotated[Literal["auto", "standard_only"], fail_with("must be auto or standard_only")] | None = None
+    container: Annotated[Any, Unsupported("running code in containers is")] = None

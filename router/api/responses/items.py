@@ -18,6 +18,8 @@ _INPUT_ROLES = ("user", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that are text, and the field that holds it."""
 _CALLS = ("function_call", "custom_tool_call")
+_LISTED = "mcp_list_tools"
+"""Item in which a client lists the tools of an MCP server. It is kept and returned as given; no model sees it."""
 _OWN_ID = re.compile(r"(msg|fc|ctc|rs|in)_(.+)_(\d{1,6})")
 
 
@@ -49,7 +51,7 @@ def messages(items: Iterable[Item], instructions: str | None = None) -> list[dic
             case "message" if item["role"] == "user":
                 chat.append({"role": "user", "content": plain([*images, *_chat_parts(item["content"])])})
                 images = []
-            case kind:
+            case kind if kind != _LISTED:
                 if images:
                     chat.append({"role": "user", "content": images})
                     images = []
@@ -130,8 +132,18 @@ def _normal(item: Any, field: str, name: str) -> Item:
             return {**own, **_reasoning(item, field), "type": kind}
         case "item_reference":
             return {"id": string_in(item, "id", field), "type": kind}
-    known = "message, reasoning, item_reference, and function_call and custom_tool_call with their outputs"
+        case _ if kind == _LISTED:
+            return {**item, **own, **_listed(item, field)}
+    known = f"message, reasoning, item_reference, {_LISTED}, and function_call and custom_tool_call with their outputs"
     raise InvalidRequest(f"{field}.type: items of type {kind!r} are not supported, only {known}", param=f"{field}.type")
+
+
+def _listed(item: Item, field: str) -> Item:
+    """Check the fields of a list of MCP tools, which its readers expect."""
+    tools = item.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise InvalidRequest(f"{field}.tools must be a list of objects", param=f"{field}.tools")
+    return {"server_label": string_in(item, "server_label", field), "tools": tools}
 
 
 def _message(item: Item, field: str) -> Item:

@@ -139,3 +139,10 @@ async def test_a_client_s_base_url_may_lack_the_version(api: Api) -> None:
         shown: Any = await client.post("/chat/completions/render", cast_to=object, body={"messages": MESSAGES})
         assert shown["token_ids"] == list(api.cluster.dispatches[-1].spec.token_ids)
         assert [each.id async for each in client.models.list()] == ["SmolLM2-135M-Instruct"]
+
+
+async def test_routes_have_llama_cpp_s_other_names(api: Api) -> None:
+    assert (await api.http.get("/v1/health")).json() == {"status": "ok"}
+    for path in ("/reranking", "/v1/reranking"):
+        refused = await api.http.post(path, json={"query": "a"})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "documents")

@@ -121,6 +121,25 @@ def test_calls_are_read_whole_and_cut_everywhere(model: str) -> None:
     assert read(model, ["An answer [1] in words."]) == ("An answer [1] in words.", [])
 
 
+@pytest.mark.parametrize(
+    "asked", ["[func_name1(params_name1=params_value1, params_name2=params_value2...)]", "[func_name1(param1=value1)]"]
+)
+def test_a_template_that_asks_for_pythonic_calls_keeps_its_own_prompt(asked: str) -> None:
+    """Those of Llama 3.2, Llama 4 and ToolACE write earlier calls without quotes, so that they cannot be read back."""
+    source = f"{{% if tools %}}Use {asked}: {{{{ tools | tojson }}}}{{% endif %}}" + SHOWS.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}("
+        "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}",
+    )
+    text = replace(demo_text(), template=ChatTemplate(source, {}))
+    dialect = text.dialect
+    assert dialect is not None
+    assert (dialect.family, dialect.own) == ("pythonic", True)
+    tools = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
+    assert text.render([{"role": "user", "content": "Hi"}], tools=tools).startswith(f"Use {asked}: [")
+
+
 @cache
 def grammar_tokenizer() -> LLTokenizer:
     return LLTokenizer(demo_text().tokenizer.library.to_str(), eos_token=[EOS])

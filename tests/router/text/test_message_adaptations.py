@@ -30,13 +30,13 @@ NO_EMPTY = (
     "[{{ m.role }}:{{ m.content }}]{% endfor %}"
 )
 SINGLE_CALLS = (
-    "{{ tools | default('', true) | length }}<tool_call>{% for m in messages %}"
+    "{{ tools | default([], true) | tojson }}<tool_call>{% for m in messages %}"
     "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
     "[{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls %}!{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}]{% endfor %}"
 )
 NO_USER_AFTER_RESULTS = (
-    "{{ tools | default('', true) | length }}<tool_call>{% for m in messages %}"
+    "{{ tools | default([], true) | tojson }}<tool_call>{% for m in messages %}"
     "{% if m.role == 'user' and loop.index0 and messages[loop.index0 - 1].role == 'tool' %}"
     "{{ raise_exception('no user here') }}{% endif %}[{{ m.role }}:{{ m.content }}"
     "{% for c in m.tool_calls %}!{{ c.function.arguments | tojson }}{% endfor %}]{% endfor %}"

@@ -91,6 +91,21 @@ def test_arguments_are_objects_or_text_as_the_template_writes_json(source: str, 
     assert found.startswith(f"[user:a][assistant:{expected}][tool:r")
 
 
+def test_tools_are_described_where_the_template_reads_their_variable_and_shows_none() -> None:
+    """Command A's plain template sets `tools` itself; a client's tools were dropped without a word."""
+    body = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}" + EACH + "]{% endfor %}"
+    for source, shows in ((body, True), ("{% set tools = [] %}" + body, False)):
+        text = replace(demo_text(), template=ChatTemplate(source, {}))
+        assert text.shows_tools == shows
+        prompt = text.render([{"role": "user", "content": "a"}], tools=TOOLS)
+        assert ("You may call" in prompt, '"name": "f"' in prompt) == (not shows, True)
+
+
+def test_tools_that_only_a_system_message_brings_are_shown() -> None:
+    source = "{% if messages[0].role == 'system' %}<tool_call>{{ tools | tojson }}{% endif %}" + EACH + "]{% endfor %}"
+    assert ChatTemplate(source, {}).knows_tools
+
+
 def test_text_arguments_are_the_client_s_own_text() -> None:
     found = shown(ADDED, history(call("abcdefghi", "f", '{"a":1}'), results=[]))
     assert '!f {"a":1}' in found

@@ -70,11 +70,11 @@ def test_special_tokens_may_stand_in_their_own_file(tmp_path: Path) -> None:
 def test_named_templates(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},
-        {"name": "tool_use", "template": "with {{ tools | length }} <tool_call>"},
+        {"name": "tool_use", "template": "with {{ tools | tojson }} <tool_call>"},
     ]
     path = directory(tmp_path, chat_template=named)
     assert rendered(path) == "plain"
-    assert rendered(path, tools=[{}]) == "with 1 <tool_call>"
+    assert rendered(path, tools=[{}]) == "with [{}] <tool_call>"
 
 
 def test_a_template_file_comes_before_the_configuration(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.template import ChatTemplate
-from tests.api_parts import MESSAGES, Api, FakeCluster, demo_text, ids_of, says
+from tests.api_parts import MESSAGES, Api, FakeCluster, demo_text, error_of, ids_of, says
 
 EACH = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 CHOOSY = (
@@ -72,3 +72,20 @@ async def test_chats_may_switch_thinking_by_a_field_of_their_own() -> None:
     assert api.cluster.dispatches[-1].spec.token_ids == tuple(ids_of("False[Hello]"))
     await api.chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": True})
     assert api.cluster.dispatches[-1].spec.token_ids == tuple(ids_of("True[Hello]"))
+
+
+async def test_an_effort_that_nobody_knows_is_refused() -> None:
+    """It stood in the prompt, or was ignored without a word."""
+    source = "{% if reasoning_effort == 'ultra' %}!{% endif %}" + EACH
+    api = Api(FakeCluster(says("x")), replace(demo_text(), template=ChatTemplate(source, {})))
+    for effort, status in (("ultra", 200), ("minimal", 200), ("hihg", 400)):
+        response = await api.http.post("/v1/chat/completions", json={"messages": MESSAGES, "reasoning_effort": effort})
+        assert response.status_code == status
+    assert error_of(response)["param"] == "reasoning_effort"
+    response = await api.http.post("/v1/responses", json={"input": "x", "reasoning": {"effort": "hihg"}})
+    assert (response.status_code, error_of(response)["param"]) == (400, "reasoning.effort")
+    assert error_of(response)["message"].startswith("reasoning.effort must be one of none, ")
+    body = {"max_tokens": 4, "messages": MESSAGES, "output_config": {"effort": "hihg"}}
+    response = await api.http.post("/v1/messages", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("output_config.effort must be one of none, ")

@@ -257,6 +257,9 @@ async def test_the_assistant_s_last_words_are_continued() -> None:
         ({"stop_sequences": "x" * 2000}, "stop_sequences"),
         ({"temperature": 9}, "temperature"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"thinking": {"type": "on"}}, "thinking.type: must be enabled, disabled or adaptive"),
+        ({"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}, "mcp_servers: calling MCP servers is not"),
+        ({"container": "c"}, "container: running code in containers is not supported by this server"),
     ],
 )  # fmt: skip
 async def test_what_is_refused_names_its_field(body: dict[str, Any], named: str) -> None:

@@ -40,6 +40,21 @@ async def test_a_response_continues_another_with_all_before_it() -> None:
     assert "one" in prompt_of(api)
 
 
+async def test_a_list_of_mcp_tools_is_kept_as_given_and_no_part_of_the_chat() -> None:
+    """Histories of other servers hold such items; the model gets its tools from `tools`."""
+    api = Api(FakeCluster(says("x")))
+    tools = [{"name": "roll", "input_schema": {"type": "object"}, "annotations": None, "description": "Dice."}]
+    listed = {"id": "mcpl_1", "type": "mcp_list_tools", "server_label": "dice", "tools": tools}
+    body = await respond(api, input=[listed, {"role": "user", "content": "Hi"}])
+    assert prompt_of(api) == demo_text().render([{"role": "user", "content": "Hi"}])
+    items = (await api.http.get(f"/v1/responses/{body['id']}/input_items?order=asc")).json()
+    assert ResponseItemList.model_validate(items).data[0].type == "mcp_list_tools"
+    assert items["data"][0] == listed
+    for fault, param in (({"tools": "x"}, "input[0].tools"), ({"server_label": 1}, "input[0].server_label")):
+        refused = await api.http.post("/v1/responses", json={"input": [{**listed, **fault}]})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+
+
 async def test_what_is_not_stored_is_not_kept() -> None:
     api = Api(FakeCluster(says("x")))
     body = await respond(api, store=False)
