@@ -2,7 +2,7 @@
 
 A router has a request's media encoded before it dispatches the request, and names this node in the job. The node that
 computes the prompt fetches the blocks like those of a prefix. The node's own tiers keep the rows, too, so those that
-left the pool are read rather than computed. An embedding is a row per token. All state here belongs to the asyncio loop."""
+left the pool are read rather than computed. An embedding is a row per token. All state here belongs to the loop."""
 
 from __future__ import annotations
 

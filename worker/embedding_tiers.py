@@ -18,7 +18,7 @@ from kvferry.worker.service import NodeParts
 from kvferry.worker.tier_writer import later
 
 MIN_S = 0.5
-"""Shortest time limit of a read, in seconds; the router waits about that long for an encode node it knows nothing of."""
+"""Shortest time limit of a read, in seconds."""
 Ended = Callable[[], None]
 """Called on the engine thread once a run is in the pool, or will not be read."""
 
