@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
 from kvferry.protocol.hashing import namespace
@@ -31,6 +32,19 @@ from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.checker import Checker
+
+
+class MediaBody(Protocol):
+    """Body whose chat has media.
+
+    prompt_field: the field that holds the chat, for errors."""
+
+    @property
+    def prompt_field(self) -> str: ...
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """Return the error with the chat's field replaced by its name in the client's API."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,7 @@ class ServedModel:
                 await asyncio.sleep(0)
         return specs
 
-    async def media_prompt(self, call: RequestContext, body: GenerationBody, chat: MediaChat) -> RenderedMedia:
+    async def media_prompt(self, call: RequestContext, body: MediaBody, chat: MediaChat) -> RenderedMedia:
         """Return the prompt of a body's chat with media, which a node's engine makes; raise InvalidRequest."""
         try:
             if len(words := chat.words) >= LONG_CHARS:  # an engine would read a text of any length
