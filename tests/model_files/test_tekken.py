@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.engine.media.chat import ChatRenderer
 from kvferry.model_files.chat_templates import read_chat_templates
-from kvferry.model_files.source import ModelSource
+from kvferry.model_files.source import ModelSource, weight_files
 from kvferry.model_files.tekken import TEKKEN
 from kvferry.model_files.tokenizer import load_tokenizer
 from kvferry.protocol.errors import ConfigError
@@ -108,3 +108,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, change: dict[str, Any], wh
     with pytest.raises(ConfigError, match=why):
         load_tokenizer(given)
     read_chat_templates(given)
+
+
+def test_copies_of_the_weights_under_other_names_are_left_out(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).touch()
+    assert [file.name for file in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
