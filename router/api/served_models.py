@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvferry.protocol.errors import InvalidRequest, ModelNotFound
 from kvferry.protocol.hashing import namespace
@@ -18,7 +17,7 @@ from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
 from kvferry.router.dispatch.prompt_media import RenderedMedia
-from kvferry.router.media.chat import MediaChat
+from kvferry.router.media.chat import MediaBody, MediaChat
 from kvferry.router.media.loading import MediaLoader
 from kvferry.router.media.prompting import MediaPrompter
 from kvferry.router.request_context import RequestContext, drawn_seed, request_names
@@ -32,19 +31,6 @@ from kvferry.router.text.renderer import Renderer
 from kvferry.router.text.rendering import Rendering
 from kvferry.router.text.text_model import TextModel
 from kvferry.structured_output.checker import Checker
-
-
-class MediaBody(Protocol):
-    """Body whose chat has media.
-
-    prompt_field: the field that holds the chat, for errors."""
-
-    @property
-    def prompt_field(self) -> str: ...
-
-    def named(self, error: InvalidRequest) -> InvalidRequest:
-        """Return the error with the chat's field replaced by its name in the client's API."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
