@@ -1,13 +1,13 @@
 """Encode role of a node: computes media embeddings for routers, keeps them in pool blocks for other nodes to fetch.
 
 A router has a request's media encoded before it dispatches the request, and names this node in the job. The node that
-computes the prompt fetches the blocks like those of a prefix. An embedding is a row per token. All state here belongs
-to the asyncio loop."""
+computes the prompt fetches the blocks like those of a prefix. The node's own tiers keep the rows, too, so those that
+left the pool are read rather than computed. An embedding is a row per token. All state here belongs to the loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -36,7 +36,7 @@ class EncodeService:
         self._base, self.endpoints = base, Endpoints(base)
         assert self.endpoints.embeddings is not None, "an encode node without an encoder"
         self._blocks, self._source = self.endpoints.embeddings.blocks, self.endpoints.embeddings.local
-        self._running = 0
+        self._tiers, self._running = self.endpoints.tiers.embeddings, 0
         base.app.post("/attempts/encode")(self.post_encode)
 
     async def post_encode(self, request: Request) -> Response:
@@ -74,18 +74,45 @@ class EncodeService:
         """Do nothing: there are no attempts."""
 
     async def _encode(self, encode_request: EncodeRequest) -> int:
-        """Compute the rows that no block holds; return the number of media that were encoded."""
-        runs = {item.hash: self._blocks.hashes(encode_request.root, item) for item in encode_request.media}
-        missing = await self._on_engine(lambda engine: [h for h, run in runs.items() if not self._blocks.touch(run)])
-        items = list({item.hash: item for item in encode_request.media if item.hash in missing}.values())
-        if not items:
+        """Compute the rows that neither a block nor a tier holds; return the number of media that were encoded."""
+        items = {item.hash: item for item in encode_request.media}
+        runs = {name: self._blocks.hashes(encode_request.root, item) for name, item in items.items()}
+        if missing := await self._missing(runs):
+            await asyncio.gather(*(self._read_back(items[name], runs[name]) for name in missing))
+            missing = await self._missing(runs)
+        if not missing:
             return 0
-        rows = await self._made(encode_request.root, items, encode_request.deadline_s)
-        for item, own in zip(items, rows, strict=True):
-            run = runs[item.hash]
-            if not await self._on_engine(lambda engine, run=run, own=own: self._blocks.store(run, own)):  # type: ignore[misc]
-                raise Overloaded("there is no room for the embeddings of these media")
-        return len(items)
+        made = await self._made(encode_request.root, [items[name] for name in missing], encode_request.deadline_s)
+        for name, rows in zip(missing, made, strict=True):
+            await self._store(runs[name], rows)
+        return len(missing)
+
+    async def _missing(self, runs: Mapping[str, Sequence[bytes]]) -> list[str]:
+        """Return the hashes of the media whose rows are not in blocks; the others count as used."""
+        return await self._on_engine(lambda engine: [name for name, run in runs.items() if not self._blocks.touch(run)])
+
+    async def _read_back(self, item: MediaItem, run: Sequence[bytes]) -> None:
+        """Read a run from the node's tiers, if that is faster than encoding."""
+        read: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        rate = self._base.rates.rates.media_tokens_per_s
+        encode_s = item.length / rate if rate else 0.0
+
+        def ended() -> None:
+            self._base.call_soon(lambda: _settle(read, None))
+
+        await self._on_engine(lambda engine: self._tiers.read(engine, run, encode_s, ended))
+        await read
+
+    async def _store(self, run: Sequence[bytes], rows: torch.Tensor) -> None:
+        """Put rows into blocks, and write these to the tiers. Raises Overloaded."""
+
+        def store(engine: Engine) -> bool:
+            if stored := self._blocks.store(run, rows):
+                self._tiers.keep(run)
+            return stored
+
+        if not await self._on_engine(store):
+            raise Overloaded("there is no room for the embeddings of these media")
 
     async def _made(self, root: bytes, items: Sequence[MediaItem], limit_s: float) -> Sequence[torch.Tensor]:
         """Return the rows that this node's encoder computes. Raises the encoder's error."""

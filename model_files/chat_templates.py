@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.source import ModelSource, read_json
+from kvferry.model_files.tekken import BEGIN, END, tekken_template
 from kvferry.protocol.errors import ConfigError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -57,7 +58,10 @@ def _from_directory(path: Path) -> ChatTemplates:
     config, legacy = (_optional_json(path / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     found = {name: _content(config.get(name, legacy.get(name))) for name in _SPECIAL}
     special_tokens = {name: token for name, token in found.items() if token is not None}
-    return ChatTemplates(special_tokens, *_sources(path, config))
+    chat, tool_use = _sources(path, config)
+    if chat is None and not (path / "tokenizer.json").is_file() and (chat := tekken_template(path)) is not None:
+        special_tokens = {"bos_token": BEGIN, "eos_token": END, **special_tokens}
+    return ChatTemplates(special_tokens, chat, tool_use)
 
 
 def _sources(path: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -24,6 +24,10 @@ LINE_S = 10.0
 """Interval between two progress lines where stderr is not a terminal, in seconds."""
 
 
+CONSOLIDATED = "consolidated*"
+"""Files with the same weights under Mistral's own names, which some repositories have beside transformers' files."""
+
+
 def download(repo: str, patterns: list[str]) -> Path:
     """Return the folder of the repository's matching files. Downloads what the cache lacks.
 
@@ -35,7 +39,7 @@ def download(repo: str, patterns: list[str]) -> Path:
     disable_propagation()
     bar = None if sys.stderr.isatty() else _lines_about(repo)
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, tqdm_class=bar))
+        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=[CONSOLIDATED], tqdm_class=bar))
     except GatedRepoError as error:
         raise ConfigError(f"{repo} is gated; accept its terms, then run: hf auth login", param="model") from error
     except RepositoryNotFoundError as error:

@@ -6,6 +6,7 @@ import re
 
 from kvferry.model_files.source import ModelSource, read_facts, read_json, resolve
 from kvferry.model_files.supported_encoders import is_encoder
+from kvferry.model_files.tekken import TEKKEN
 from kvferry.model_files.tokenizer import load_tokenizer
 from kvferry.model_files.unsupported_models import require_runnable, resolve_runnable
 from kvferry.protocol.errors import ConfigError
@@ -55,7 +56,7 @@ def _require_same_vocabulary(draft: ModelSource, target: ModelSource) -> None:
 
 def _spelled(source: ModelSource) -> dict[str, int]:
     """Return ids by the spelling of their tokens, without padding tokens; empty if the files hold no tokenizer."""
-    if source.kind == "hf" and not (source.path / "tokenizer.json").is_file():
+    if source.kind == "hf" and not any((source.path / name).is_file() for name in ("tokenizer.json", TEKKEN)):
         return {}
     vocabulary = load_tokenizer(source).library.get_vocab(with_added_tokens=True)
     return {token: index for token, index in vocabulary.items() if not _PADDING.fullmatch(token)}

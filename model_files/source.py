@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kvferry.model_files.config_fields import LAYER_FIELDS, check_layers
 from kvferry.model_files.context_length import context_length
-from kvferry.model_files.download import download
+from kvferry.model_files.download import CONSOLIDATED, download
 from kvferry.model_files.gguf import GGUFFile, gguf_parts, gguf_stem, read_gguf
 from kvferry.model_files.multimodal import text_config
 from kvferry.model_files.read_errors import naming
@@ -155,8 +155,11 @@ def _json(path: Path) -> Any:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the directory's safetensors, or else its pytorch_model*.bin files, sorted by name."""
-    return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    """Return the directory's safetensors, or else its pytorch_model*.bin files, sorted by name.
+
+    Copies of the weights under Mistral's own names are left out."""
+    found = [file for file in sorted(path.glob("*.safetensors")) if not file.match(CONSOLIDATED)]
+    return found or sorted(path.glob("pytorch_model*.bin"))
 
 
 def _resolve_path(model: str, path: Path, weights: bool) -> ModelSource:

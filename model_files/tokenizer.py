@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from kvferry.model_files.gguf import read_gguf
 from kvferry.model_files.gguf_tokenizer import build_tokenizer
 from kvferry.model_files.source import MAX_VOCAB, ModelSource
+from kvferry.model_files.tekken import TEKKEN, build_tekken
 from kvferry.protocol.errors import ConfigError, reason
 
 
@@ -56,8 +57,11 @@ class TextTokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> TextTokenizer:
-        """Read a directory's tokenizer.json. Raises ConfigError."""
+        """Read a directory's tokenizer.json, else its tekken.json. Raises ConfigError."""
         file = path / "tokenizer.json"
+        if not file.is_file() and (tekken := path / TEKKEN).is_file():
+            with _reading(tekken):
+                return cls(build_tekken(tekken, {byte: char for char, byte in BYTE_ALPHABET.items()}))
         if not file.is_file():
             raise ConfigError(
                 f"{path} has no tokenizer.json; create it once with AutoTokenizer.from_pretrained(...).save_pretrained",

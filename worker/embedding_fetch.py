@@ -1,8 +1,9 @@
 """Fetches a prompt's media embeddings as blocks from an encode node, or has them computed by this node's own encoder.
 
 An embedding is a row per token. Fetched rows arrive in blocks of the pool, with grant, checksums and commit like any
-fetch; tiers do not keep them, since nothing would read them back. A fetch that fails costs only its time: the rows are
-then computed here. An encode node that was late or lost, or sent corrupt rows, is not asked again for BACKOFF_S."""
+fetch; this node's tiers do not keep them, since those of the encode node do. A fetch that fails costs only its time:
+the rows are then computed here. An encode node that was late or lost, or sent corrupt rows, is not asked again for
+BACKOFF_S."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Blocks are held until they are written. Blocks that the pool later evicts, or a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvferry.engine.block_pool import chain_of
@@ -23,14 +23,19 @@ HELD = 2
 
 
 class LocalWrites(TierWriter):
-    """Writer of new blocks to one local tier, on the engine thread.
+    """Writer of new blocks to one local tier, on the engine thread. tier: to which it writes.
 
     A write starts where the tier's copy of the chain ends, so the tier always has the blocks before each of its blocks.
     Blocks that could not be written are retried with the blocks behind them."""
 
     def __init__(self, base: NodeParts, tier: LocalTier[Any], transfers: Iterator[int]) -> None:
         super().__init__(base, tier, tier.name, transfers)
-        self._tier, self._held = tier, 0
+        self.tier, self._held = tier, 0
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """Write these blocks of the pool at the next check, also where the pool does not tell tiers of them."""
+        self._fresh.update(dict.fromkeys(hashes, time.monotonic() - GATHERING_S))
+        self._schedule()
 
     def _gather(self, engine: Engine) -> None:
         fresh, self._fresh = self._fresh, {}
@@ -40,7 +45,7 @@ class LocalWrites(TierWriter):
                 continue
             if budget <= 0:
                 break
-            new = [each for each, _ in chain_of(engine.pool, block_hash, self._tier)]
+            new = [each for each, _ in chain_of(engine.pool, block_hash, self.tier)]
             budget -= len(new)
             since = [fresh.pop(each) for each in (*new, block_hash) if each in fresh]
             if new and len(new) < ENOUGH and min(since) > time.monotonic() - GATHERING_S:
@@ -75,7 +80,7 @@ class LocalWrites(TierWriter):
             self._base.engine.submit(lambda engine: self._returned(engine, transfer, len(chain)))
 
         engine.copies.hold_chain(transfer, [block_id for _, block_id in chain])
-        if not self._tier.write([each for each, _ in part], parent, blocks, done):
+        if not self.tier.write([each for each, _ in part], parent, blocks, done):
             engine.copies.returned(transfer)
             return 0, new
         self._held += len(chain)

@@ -17,6 +17,7 @@ from kvferry.engine.request_states import Awaits
 from kvferry.engine.request_table import expect
 from kvferry.protocol.errors import GrantRefused, KvferryError
 from kvferry.protocol.messages import Job
+from kvferry.worker.embedding_tiers import EmbeddingTiers
 from kvferry.worker.fetch_client import PrefixFetcher
 from kvferry.worker.local_writes import LocalWrites
 from kvferry.worker.remote_writes import RemoteWrites
@@ -35,7 +36,9 @@ MIN_S, SLOWNESS = 1.0, 2.0
 
 
 class Tiers:
-    """Tier reads and writes of a node, between its service and its engine. On the engine thread unless stated."""
+    """Tier reads and writes of a node, between its service and its engine. On the engine thread unless stated.
+
+    embeddings: of media in the node's own tiers, which encode nodes use."""
 
     def __init__(self, base: NodeParts, fetches: PrefixFetcher) -> None:
         self._base, self._fetches = base, fetches
@@ -46,7 +49,9 @@ class Tiers:
         self._late_reads: set[Grant] = set()
         self._writes: list[TierWriter] = []
         self._local = [(tier, local_source(tier)) for tier in base.tiers.local]
-        self._writes += [LocalWrites(base, tier, transfers) for tier in base.tiers.local]
+        writers = [LocalWrites(base, tier, transfers) for tier in base.tiers.local]
+        self._writes += writers
+        self.embeddings = EmbeddingTiers(base, writers)
         if (remote := self._remote) is not None:
             self._writes.append(RemoteWrites(base, remote, transfers))
             self._of_remote = Source("remote", remote.seconds, remote.read)

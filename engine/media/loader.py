@@ -23,7 +23,7 @@ from kvferry.model_files.chat_templates import ChatTemplates, read_chat_template
 from kvferry.model_files.multimodal import is_text, media_taken
 from kvferry.model_files.read_errors import naming
 from kvferry.model_files.safetensors_headers import safetensors_header
-from kvferry.model_files.source import ModelSource, read_json
+from kvferry.model_files.source import ModelSource, read_json, weight_files
 from kvferry.model_files.speech_config import require_decoder
 from kvferry.model_files.tokenizer import TextTokenizer, load_tokenizer
 from kvferry.protocol.errors import ConfigError, reason
@@ -147,7 +147,7 @@ def _tower(source: ModelSource, modality: str, dtype: torch.dtype, device: torch
 
 def _check_floats(source: ModelSource) -> None:
     """Raise ConfigError for a tower whose weights are codes, which transformers would read as numbers."""
-    for file in source.path.glob("*.safetensors"):
+    for file in (each for each in weight_files(source.path) if each.suffix == ".safetensors"):
         for name, (kind, _) in safetensors_header(file).items():
             if name.endswith(("weight", "weight_packed")) and kind not in _FLOATS and not is_text(name):
                 raise ConfigError(f"{name} is quantised; towers run only in floats", param="model")

@@ -17,7 +17,7 @@ from kvferry.router.api.bodies.fields import Prompt
 from kvferry.router.api.bodies.generating import BadWords, GenerationBody
 from kvferry.router.dispatch.interface import Cluster, RequestSpec
 from kvferry.router.dispatch.prompt_media import RenderedMedia
-from kvferry.router.media.chat import MediaChat
+from kvferry.router.media.chat import MediaBody, MediaChat
 from kvferry.router.media.loading import MediaLoader
 from kvferry.router.media.prompting import MediaPrompter
 from kvferry.router.request_context import RequestContext, drawn_seed, request_names
@@ -96,7 +96,7 @@ class ServedModel:
                 await asyncio.sleep(0)
         return specs
 
-    async def media_prompt(self, call: RequestContext, body: GenerationBody, chat: MediaChat) -> RenderedMedia:
+    async def media_prompt(self, call: RequestContext, body: MediaBody, chat: MediaChat) -> RenderedMedia:
         """Return the prompt of a body's chat with media, which a node's engine makes; raise InvalidRequest."""
         try:
             if len(words := chat.words) >= LONG_CHARS:  # an engine would read a text of any length

@@ -4,25 +4,33 @@ Their routes are in tokenization_routes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import StrictBool
 
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import InvalidRequest
 from kvferry.router.api.bodies.chat_prompt import ChatPrompt
-from kvferry.router.api.bodies.fields import Detokenized, Messages
+from kvferry.router.api.bodies.fields import Detokenized, Messages, has_part
 from kvferry.router.api.bodies.reader import parsed
 from kvferry.router.api.bodies.request_body import RequestBody
-from kvferry.router.api.served_models import ServedModels
+from kvferry.router.api.served_models import ServedModel, ServedModels
+from kvferry.router.media.chat import MediaChat, chat_of
+from kvferry.router.media.parts import MODALITIES
+from kvferry.router.request_context import RequestContext
 from kvferry.router.text.encoding import LONG_CHARS, Bound
+from kvferry.router.text.text_model import TextModel
 
 
 class TokenizeBody(ChatPrompt):
     """Body of POST /tokenize: a prompt, or messages to render first; in llama.cpp's format, `content`.
 
     With content, special tokens are added if `add_special`, and `with_pieces` shows the text of each token."""
+
+    prompt_field: ClassVar[str] = "messages"
+    """Field that holds a prompt with media."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -32,6 +40,18 @@ class TokenizeBody(ChatPrompt):
     parse_special: StrictBool | None = True
     with_pieces: StrictBool | None = False
     return_token_strs: StrictBool | None = False
+
+    def media_chat(self, text: TextModel) -> MediaChat | None:
+        """Return the messages if they have images, audio or video, which only an engine can read.
+
+        Raises InvalidRequest."""
+        if not has_part(self.messages or (), MODALITIES):
+            return None
+        return chat_of(text, self.messages or (), tools=self.tools, **self.template_fields())
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """Return the error, whose field has the name that the client knows."""
+        return error
 
     def check(self) -> None:
         """Raise InvalidRequest unless exactly one text is given, and for what no tokenizer here can do."""
@@ -49,24 +69,33 @@ class DetokenizeBody(RequestBody):
     tokens: Detokenized
 
 
-async def tokenize(pools: ServedModels, data: bytes, tenant: str) -> dict[str, Any]:
-    """Return the token ids of a prompt, or of messages in the chat template; raise InvalidRequest."""
+async def tokenize(pools: ServedModels, data: bytes, call: RequestContext) -> dict[str, Any]:
+    """Return the token ids of a prompt, or of messages in the chat template; raise InvalidRequest.
+
+    Of messages with media they are those of an engine's prompt, with a placeholder for each row of a medium."""
     body = await parsed(TokenizeBody, data)
     pool = pools.pool(body.model)
+    if (chat := body.media_chat(pool.text)) is not None:
+        return _tokens(pool, body, (await pool.media_prompt(call, body, chat)).token_ids)
     if body.prompt is not None:
         field, text, marked = "prompt", body.prompt, body.add_special_tokens is not False
     elif body.content is not None:
         field, text, marked = "content", body.content, bool(body.add_special)
     else:
         rendering = await pool.encoder.on_thread(body.rendering, pool.text, body.messages or [], body.tools)
-        text = await pool.renderer.render(rendering, tenant)
+        text = await pool.renderer.render(rendering, call.tenant)
         field, marked = "messages", bool(body.add_special_tokens)
     bound = Bound(pool.max_model_len, field, truncated=True)
     (tokens,) = await pool.encoder.encode([text], bound, add_special_tokens=marked)
+    return _tokens(pool, body, tokens)
+
+
+def _tokens(pool: ServedModel, body: TokenizeBody, tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the answer to a body."""
     return {
         "count": len(tokens),
         "max_model_len": pool.max_model_len,
-        "tokens": [_piece(pool.text.tokenizer, token) for token in tokens] if body.with_pieces else tokens,
+        "tokens": [_piece(pool.text.tokenizer, token) for token in tokens] if body.with_pieces else list(tokens),
         "token_strs": [pool.text.tokenizer.token(token) for token in tokens] if body.return_token_strs else None,
     }
 

@@ -24,8 +24,8 @@ def tokenization_routes(pools: ServedModels, reader: BodyReader, statuses: Seque
         "/tokenize", summary="Tokenize text or messages", response_model=Tokens, openapi_extra=takes(TokenizeBody)
     )
     async def tokenized(request: Request) -> dict[str, Any]:
-        tenant = request.scope[CALL].tenant
-        return await until_disconnect(request.receive, tokenize(pools, await reader.read(request), tenant))
+        call = request.scope[CALL]
+        return await until_disconnect(request.receive, tokenize(pools, await reader.read(request), call))
 
     @router.post(
         "/detokenize", summary="Detokenize token ids", response_model=Text, openapi_extra=takes(DetokenizeBody)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 
@@ -62,6 +62,19 @@ class MediaChat:
             return to_json({"messages": shown, **self.variables})
         except ValueError as error:
             raise InvalidRequest(f"messages cannot be written as JSON: {error}", param="messages") from error
+
+
+class MediaBody(Protocol):
+    """Body whose chat has media.
+
+    prompt_field: the field that holds the chat, for errors."""
+
+    @property
+    def prompt_field(self) -> str: ...
+
+    def named(self, error: InvalidRequest) -> InvalidRequest:
+        """Return the error with the chat's field replaced by its name in the client's API."""
+        ...
 
 
 def chat_of(

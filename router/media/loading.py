@@ -18,7 +18,7 @@ from kvferry.router.media.parts import MediaFile, MediaPart
 from kvferry.router.media.refusal import refused
 from kvferry.router.media.tenant_places import TenantPlaces
 
-UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
+UNKNOWN = ("", "image/*", "audio/*", "video/*", "application/octet-stream", "binary/octet-stream")
 """MIME types that servers declare for content of unknown type."""
 
 LONG_CHARS = 2**20
@@ -93,7 +93,8 @@ class MediaLoader:
 
         The first bytes are checked before the rest is decoded, which takes most of the time."""
         head, declared = opened(part.url, part.field)
-        mime = checked_format(part, head, usual_name(declared))
+        mime = usual_name(declared)
+        mime = checked_format(part, head, format_of(head) if mime in UNKNOWN else mime)
         if part.modality == "image":
             await check_head(part, head, mime)
         async with self._long.taken(SOURCE.get()) if len(part.url) > LONG_CHARS else nullcontext():

@@ -87,6 +87,8 @@ def _source(kind: str, part: Mapping[str, Any], field: str) -> tuple[str, str, s
     """Return a part's URL, its own field and that of the URL."""
     value = part.get(kind)
     at = f"{field}.{kind}"
+    if isinstance(value, str) and kind != "input_audio":  # as clients of other servers write it
+        return _text(part, kind, at), field, at
     if not isinstance(value, Mapping):
         raise refused(at, "must be an object")
     if isinstance(part, TranslatedPart):

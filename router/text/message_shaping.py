@@ -13,6 +13,9 @@ MAX_PARTS = 8192
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields in which clients send an assistant's earlier reasoning; the first that is given counts."""
 
+_MEDIA = ("image_url", "input_audio", "audio_url", "video_url")
+"""Types of content parts that are media, which messages for a text template cannot have."""
+
 Message = Mapping[str, Any]
 
 
@@ -68,11 +71,15 @@ def _flat(content: Any, field: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
         if not isinstance(text, str):
-            raise InvalidRequest(
-                f"content parts of type {kind!r} are not supported, only text", param=f"{field}[{place}]"
-            )
+            raise InvalidRequest(_unsupported(kind), param=f"{field}[{place}]")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _unsupported(kind: Any) -> str:
+    """Return the message about a content part of an unsupported type."""
+    found = f"content parts of type {kind!r} are not supported"
+    return f"{found} here, only text" if kind in _MEDIA else f"{found}, only text, {', '.join(_MEDIA)}"
 
 
 def _parsed_call(call: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FLAGS = ("--dtype", "float32", "--kv-blocks", "2000", "--threads", "1", "--prefill", "1", "--decode", "1")
 LATE_S = 3.0
 """Seconds that a lost encode node may cost."""
-PICTURES = [picture(60, 40, seed) for seed in range(4)]
+PICTURES = [picture(60, 40, seed) for seed in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,22 @@ def test_an_encode_node_that_dies_costs_a_moment(cluster: LocalCluster, answers:
     wait_for(lambda: new_encoder(cluster, process), 60.0)
     assert ask(cluster, PICTURES[3]) == answers[3]
     assert encoded(cluster) == 1, "its successor works"
+    cluster.settle()
+
+
+def test_an_encode_node_that_dies_with_media_in_hand_costs_a_moment(cluster: LocalCluster, answers: list[str]) -> None:
+    """It is killed while it has calls open, which a stopped process keeps open for sure."""
+    limit_s = LATE_S + len(PICTURES[4:]) * usual_s(cluster)
+    (process,) = cluster.children("encode")
+    process.suspend()
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(ask, cluster, image) for image in PICTURES[4:]]
+        time.sleep(0.3)
+        process.kill()
+        assert [each.result() for each in asked] == answers[4:]
+    assert in_time(time.monotonic() - began, limit_s)
+    wait_for(lambda: new_encoder(cluster, process), 60.0)
     cluster.settle()
 
 

@@ -173,7 +173,7 @@ async def test_rows_that_cannot_even_be_asked_for_are_told(nodes: Nodes, monkeyp
         await nodes.rows(CAT)
 
 
-async def test_rows_are_in_no_tier(nodes: Nodes) -> None:
+async def test_pools_report_no_rows_to_tiers(nodes: Nodes) -> None:
     await nodes.encoded(CAT)
     await nodes.rows(CAT)
     for node in (nodes.encode, nodes.prefill):

@@ -39,7 +39,8 @@ except ConfigError as error:
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    hub = FakeHub({"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": WEIGHTS, "x.gguf": b"-"})
+    files = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": WEIGHTS, "x.gguf": b"-"}
+    hub = FakeHub(files | {"consolidated.safetensors": b"-"})
     yield hub
     hub.close()
 
@@ -58,6 +59,7 @@ def test_a_cut_connection_is_resumed_where_it_broke_with_lines_of_progress(hub, 
     path = Path(done.stdout.strip())
     assert path.name == COMMIT
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
+    assert not (path / "consolidated.safetensors").exists(), "it would be a copy"
     assert not (path / "x.gguf").exists(), "only what is served is downloaded"
     assert hub.cuts == 0
     assert hub.sent["model.safetensors"] < 1.6 * len(WEIGHTS), "the second try asked for the rest alone"

@@ -131,7 +131,9 @@ class BodyReader:
                 del self._held[source]
 
     def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request body is longer than {self._longest} bytes")
+        return RequestTooLarge(
+            f"the request body is longer than {self._longest} bytes; --max-body-mib of the router sets this bound"
+        )
 
 
 def _source(scope: Scope) -> str:

@@ -55,6 +55,24 @@ async def test_media_are_refused_by_name_where_no_node_takes_them(part: dict[str
     assert api.cluster.dispatches == []
 
 
+async def test_messages_with_media_are_tokenized_by_a_node():
+    api = api_of("image")
+    found = (await api.http.post("/tokenize", json={"messages": chat(PICTURE)})).json()
+    ids = list(prompt().token_ids)
+    assert (found["tokens"], found["count"]) == (ids, len(ids))
+    api = api_of()
+    answer = await api.http.post("/tokenize", json={"messages": chat(PICTURE)})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "messages[0].content[1]")
+    assert "no node of the model takes image" in error_of(answer)["message"]
+
+
+async def test_parts_of_other_apis_are_refused_with_those_that_are_known():
+    for kind in ("image", "input_image"):
+        error = error_of(await api_of("image").chat(messages=chat({"type": kind, "image_url": URL})))
+        assert error["param"] == "messages[0].content[1]"
+        assert "only text, image_url, input_audio" in error["message"]
+
+
 async def test_nodes_get_the_chat_template_that_the_router_was_given(tmp_path: Path):
     (file := tmp_path / "chat.jinja").write_text("{{ messages | length }}")
     settings = RouterSettings(chat_template=str(file))
@@ -249,5 +267,7 @@ def test_one_tenant_fills_at_most_half_of_the_budget_and_no_two_fill_all():
 
 
 async def test_other_endpoints_refuse_media_by_name():
-    answer: httpx.Response = await api_of("image").http.post("/tokenize", json={"messages": chat(PICTURE)})
-    assert (answer.status_code, "image_url" in answer.text) == (400, True)
+    for path in ("/apply-template", "/v1/chat/completions/render"):
+        answer: httpx.Response = await api_of("image").http.post(path, json={"messages": chat(PICTURE)})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "messages[0].content[1]")
+        assert "'image_url' are not supported here, only text" in error_of(answer)["message"]

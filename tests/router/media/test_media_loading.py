@@ -110,7 +110,9 @@ async def test_what_is_not_an_image_is_refused_by_name(url: Any, why: str | None
     ("part", "param", "why"),
     [
         ({"type": "image_url"}, "messages[0].content[1].image_url", "must be an object"),
-        ({"type": "image_url", "image_url": "data:"}, "messages[0].content[1].image_url", "must be an object"),
+        ({"type": "image_url", "image_url": ["data:"]}, "messages[0].content[1].image_url", "must be an object"),
+        ({"type": "image_url", "image_url": ""}, "messages[0].content[1].image_url", "must be a string that"),
+        ({"type": "input_audio", "input_audio": "UklG"}, "messages[0].content[1].input_audio", "must be an object"),
         (audio(made.wav(), "aiff"), "messages[0].content[1].input_audio.format", "mp3, flac, ogg, got 'aiff'"),
         (audio(made.wav(), "flac"), "messages[0].content[1].input_audio.data", "first bytes are those of audio/wav"),
         (audio(made.OGG, "flac"), "messages[0].content[1].input_audio.data", "first bytes are those of audio/ogg"),
@@ -127,6 +129,18 @@ async def test_other_parts_are_refused_by_name(part: dict[str, Any], param: str,
     error = await refusal(part)
     assert error.param == param
     assert why in error.message
+
+
+@pytest.mark.parametrize("mime", ["", "image/*", "application/octet-stream"])
+async def test_an_unknown_type_is_that_of_the_first_bytes(mime: str):
+    assert await load(image(made.data_url(made.png(), mime))) == [("image", made.data_url(made.png(), made.PNG))]
+
+
+async def test_a_url_may_stand_where_its_object_would():
+    url = made.data_url(made.png(), made.PNG)
+    assert await load({"type": "image_url", "image_url": url}) == [("image", url)]
+    error = await refusal({"type": "image_url", "image_url": "data:image/png;base64,!!!!"})
+    assert error.param == "messages[0].content[1].image_url"
 
 
 async def test_a_thousand_parts_are_refused_before_any_is_read():
