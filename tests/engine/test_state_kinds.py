@@ -29,8 +29,8 @@ KINDS = {
     "Mamba 1": "jamba",
     "lightning attention": "minimax",
 }
-PROMPT = tokens_for(43, 9).tolist()
-COUNT = 30
+PROMPT = tokens_for(58, 9).tolist()
+COUNT = 50
 MakeEngine = Callable[[], Engine]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,7 +87,7 @@ def test_a_move(make: MakeEngine, wanted: list[int], monkeypatch: pytest.MonkeyP
 
 
 def test_a_kill_after_a_copy(make: MakeEngine, wanted: list[int]) -> None:
-    source, buddy = running(make, 24, buddy=True), make()
+    source, buddy = running(make, 40, buddy=True), make()
     assert copy(source, buddy) > 0
     assert buddy.states is not None
     known = [*PROMPT, *tokens_of(source, "a")]

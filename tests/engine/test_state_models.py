@@ -91,7 +91,8 @@ def test_needs_are_told_from_the_config_as_the_loaded_model_has_them(name: str, 
 def test_the_doctor_says_what_a_state_takes(tmp_path: Path) -> None:
     save_tiny(HYBRIDS["qwen3.5"](), tmp_path)
     text = model_report(ServeSettings(model=(str(tmp_path),)), resolve(str(tmp_path)))
-    assert "recurrent state 0.01 MiB a checkpoint" in text
+    assert "recurrent state 0.01 MiB a checkpoint, 3 times that a running request" in text
+    assert "canaries" not in text, "they check recurrent states, too"
 
 
 def _through_a_ship(prefill: Engine, decode: Engine, prompt: list[int], wanted: list[int], name: str) -> None:
