@@ -14,6 +14,7 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.models import load_model
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
+from kvferry.protocol.messages import Job
 from tests.engine.carrying import BUDDY, Ship, begin, copy, granted, move_over
 from tests.engine.test_state_models import engine_of
 from tests.engine.tiny_hybrids import HYBRIDS
@@ -29,8 +30,8 @@ KINDS = {
     "Mamba 1": "jamba",
     "lightning attention": "minimax",
 }
-PROMPT = tokens_for(58, 9).tolist()
-COUNT = 50
+PROMPT = tokens_for(43, 9).tolist()
+COUNT = 30
 MakeEngine = Callable[[], Engine]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,18 +47,21 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def wanted(make: MakeEngine) -> list[int]:
+    return undisturbed(make, PROMPT, COUNT)
+
+
+def undisturbed(make: MakeEngine, prompt: list[int], count: int) -> list[int]:
     engine = make()
-    engine.add(make_job("a", PROMPT, COUNT))
+    engine.add(make_job("a", prompt, count))
     finish(engine)
     found: list[int] = tokens_of(engine, "a")
     assert len(set(found)) > 2
     return found
 
 
-def running(make: MakeEngine, count: int, buddy: bool = False) -> Engine:
-    """Return an engine whose stream has so many tokens."""
-    engine, job = make(), make_job("a", PROMPT, COUNT)
-    engine.add(replace(job, buddy=BUDDY) if buddy else job)
+def running(engine: Engine, job: Job, count: int) -> Engine:
+    """Return the engine once the job's stream has so many tokens."""
+    engine.add(job)
     while len(tokens_of(engine, "a")) < count:
         engine.step()
     return engine
@@ -73,7 +77,7 @@ def test_a_ship(make: MakeEngine, wanted: list[int]) -> None:
 
 def test_a_move(make: MakeEngine, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "AHEAD", 6)
-    source, target = running(make, 7), make()
+    source, target = running(make(), make_job("a", PROMPT, COUNT), 7), make()
     move = begin(source)
     grant = granted(target, move.job)
     for _ in range(3):
@@ -86,19 +90,21 @@ def test_a_move(make: MakeEngine, wanted: list[int], monkeypatch: pytest.MonkeyP
     assert tokens_of(source, "a") + tokens_of(target, "a") == wanted
 
 
-def test_a_kill_after_a_copy(make: MakeEngine, wanted: list[int]) -> None:
-    source, buddy = running(make, 40, buddy=True), make()
+def test_a_kill_after_a_copy(make: MakeEngine) -> None:
+    """Only what was generated is copied, so the prompt is short and the stream long."""
+    prompt, count = PROMPT[:13], 100
+    source, buddy = running(make(), replace(make_job("a", prompt, count), buddy=BUDDY), 90), make()
     assert copy(source, buddy) > 0
     assert buddy.states is not None
-    known = [*PROMPT, *tokens_of(source, "a")]
-    buddy.add(replace(make_job("a", known, COUNT, attempt=1), prompt_len=len(PROMPT)))
+    known = [*prompt, *tokens_of(source, "a")]
+    buddy.add(replace(make_job("a", known, count, attempt=1), prompt_len=len(prompt)))
     finish(buddy)
     assert buddy.states.loaded_total == 1
-    assert tokens_of(buddy, "a") == wanted[len(known) - len(PROMPT) :]
+    assert tokens_of(source, "a") + tokens_of(buddy, "a") == undisturbed(make, prompt, count)
 
 
 def test_blocks_of_a_tier_or_another_node(make: MakeEngine, wanted: list[int]) -> None:
-    holder, asker = running(make, COUNT), make()
+    holder, asker = running(make(), make_job("a", PROMPT, COUNT), COUNT), make()
     hashes = asker._request(make_job("b", PROMPT)).hashes
     block_ids, _ = holder.prefixes.chain(hashes)
     names = asker.prefixes.supplied(hashes, len(block_ids))
