@@ -36,7 +36,7 @@ MakeEngine = Callable[[], Engine]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+@pytest.fixture(scope="module", params=KINDS.values(), ids=list(KINDS))
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     path: Path = tmp_path_factory.mktemp("models")
     save_tiny(HYBRIDS[request.param](), path)
