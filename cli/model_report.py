@@ -71,8 +71,8 @@ def _memory(settings: ServeSettings, source: ModelSource, facts: ModelFacts, gro
 
 
 def _state(needs: ModelNeeds) -> str:
-    """Describe the memory of recurrent states, and the features they disable; empty without recurrent layers."""
+    """Describe the memory of recurrent states; empty without recurrent layers."""
     if not needs.state_bytes:
         return ""
     size = needs.state_bytes / MIB
-    return f"; recurrent state {size:.2f} MiB a checkpoint, {ROWS} times that a running request; no canaries"
+    return f"; recurrent state {size:.2f} MiB a checkpoint, {ROWS} times that a running request"

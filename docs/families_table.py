@@ -26,8 +26,9 @@ ENTRIES = (
         ("llama", "mistral", "qwen2", "qwen3", "smollm3"),
     ),
     Entry(
-        "**GLM-4** (9B, the first), **Ernie 4.5** (dense), **Seed-OSS**, **Arcee** (AFM), **Apertus**",
-        ("glm", "ernie4_5", "seed_oss", "arcee", "apertus"),
+        "**GLM-4** (9B, the first), **Ernie 4.5** (dense), **Seed-OSS**, **Arcee** (AFM), **Apertus**, **Granite** 3 "
+        "(dense)",
+        ("glm", "ernie4_5", "seed_oss", "arcee", "apertus", "granite"),
     ),
     Entry(
         "**Ministral 3**, **Mistral Small 3** in GGUF",
@@ -36,7 +37,7 @@ ENTRIES = (
     ),
     Entry("**Ministral** (8B of 2024)", ("ministral",)),
     Entry("**Phi-3** and Phi-4, mini too", ("phi3",), "longrope's factors from tensors of a GGUF"),
-    Entry("**Granite** 3 (dense), **Helium**", ("granite", "helium")),
+    Entry("**Helium**", ("helium",)),
     Entry("**Command-R**, Command-R+, Aya (Cohere), **Command-R7B** and Command-A (Cohere 2)", ("cohere", "cohere2")),
     Entry(
         "**Exaone 4**, **Hunyuan** (dense), **Nemotron** (and Minitron), **OLMo** (the first), **StableLM**, "

@@ -24,6 +24,10 @@ AHEAD = 2048
 """Limit of a prompt's tokens for which pages are held ahead of its window; longer steps would be hardly faster."""
 KEPT_EVERY = 4
 """Tiers keep whole windows that are at least KEPT_EVERY times their length apart, and those where sequences end."""
+LEAST_AHEAD = 128
+"""Lower bound of a prompt's tokens ahead of its window where MEMORY_SLACK bounds them; fewer would make steps slow."""
+MEMORY_SLACK = 0.05
+"""Share of what its layers need that a long prompt may hold beyond it, if its steps keep a quarter of their tokens."""
 SHARE = 2
 """Pages of one request take at most one block in SHARE of the pool, if its window leaves a choice."""
 
@@ -33,12 +37,23 @@ class PageShares:
 
     max_held: limit of pages held at once. longest: blocks of the longest chain for which there is room beside them."""
 
+    __slots__ = ("_count", "_least_held", "_needed", "longest", "max_held")
+
     def __init__(self, groups: LayerGroups, block_size: int, step_tokens: int, num_blocks: int) -> None:
         window, room = groups.max_pages(block_size), num_blocks // SHARE // groups.count
-        ahead = blocks_for(min(step_tokens, max(AHEAD, groups.window)), block_size)
+        tokens = min(step_tokens, max(AHEAD, groups.window))
+        ahead = blocks_for(tokens, block_size)
+        self._count, self._needed = groups.count, sum(map(abs, groups.windows)) / (block_size * groups.full)
+        self._least_held = window + blocks_for(max(LEAST_AHEAD, tokens // 4), block_size)
         self.max_held = max(window + 1, min(window + ahead, room))
         beside = self.max_held * groups.count
         self.longest = num_blocks - beside if num_blocks > beside + self.max_held else num_blocks // (1 + groups.count)
+
+    def limit(self, chain: int) -> int:
+        """Return the limit of pages of a request with `chain` blocks: fewer than `max_held` if it is long."""
+        spare = int((chain + self._needed) * (1 + MEMORY_SLACK)) - chain
+        within = spare // self._count
+        return min(within, self.max_held) if within >= self._least_held else self.max_held
 
 
 class WindowPages(WindowPrefixes):
@@ -52,14 +67,13 @@ class WindowPages(WindowPrefixes):
     def __init__(self, pool: BlockPool, groups: LayerGroups, block_size: int, step_tokens: int) -> None:
         super().__init__(pool, groups, block_size)
         self._groups, self._block_size = groups, block_size
-        shares = PageShares(groups, block_size, step_tokens, pool.num_blocks)
-        self._max_held, self._longest = shares.max_held, shares.longest
+        self._shares = PageShares(groups, block_size, step_tokens, pool.num_blocks)
         self._kept_every = 1 << (KEPT_EVERY * max(1, self._before) - 1).bit_length()
 
     @property
     def longest(self) -> int:
         """Return the blocks of the longest chain for which the pool has room beside its pages."""
-        return self._longest
+        return self._shares.longest
 
     def fresh(self, request: Request, reused: int, needed: int) -> int:
         """Return how many new blocks a request takes for pages on admission, of `needed` blocks of its chain."""
@@ -166,10 +180,10 @@ class WindowPages(WindowPrefixes):
 
     def _share(self, request: Request) -> int:
         """Return the limit of pages that a request holds at once, with room for its longest image computed whole."""
-        media = request.media
+        media, limit = request.media, self._shares.limit(blocks_for(len(request.token_ids), self._block_size))
         if media is None or not media.bidirectional:
-            return self._max_held
-        return self._max_held + blocks_for(max((item.length for item in media.items), default=0), self._block_size)
+            return limit
+        return limit + blocks_for(max((item.length for item in media.items), default=0), self._block_size)
 
     def _keep(self, request: Request, count: int) -> None:
         """Let tiers keep the window before the end of the request's first `count` blocks."""

@@ -1,4 +1,4 @@
-"""GGUF header of Gemma 3n and Gemma 4, whose layers differ in shape, translated into fields of a config.json."""
+"""GGUF header of Gemma 2, 3, 3n and 4, translated into fields of a config.json."""
 
 from __future__ import annotations
 
@@ -12,6 +12,27 @@ from kvferry.protocol.errors import ConfigError
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _LOCAL_THETA = 10000.0
 """Base of the rotation in layers with a window, unless the header says."""
+_WINDOW = 4096
+"""Window of Gemma 2, unless the header says."""
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27B, by architecture: their scores are scaled by the hidden size by heads."""
+
+
+def window_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of Gemma 2 and 3 that other families lack; their files leave out the scale of scores."""
+    if file.architecture not in _LARGEST:
+        return {}
+    heads, hidden = file.get("attention.head_count"), file.get("embedding_length")
+    scaled = file.get("block_count") == _LARGEST[file.architecture] and isinstance(hidden, int)
+    period = file.get("attention.sliding_window_pattern")
+    fields = {
+        "query_pre_attn_scalar": hidden // heads if scaled and heads else file.get("attention.key_length"),
+        "attn_logit_softcapping": file.get("attn_logit_softcapping"),
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "sliding_window_pattern": period if isinstance(period, int) else None,
+        "rope_local_base_freq": file.get("rope.freq_base_swa", _LOCAL_THETA),
+    }
+    return {"sliding_window": _WINDOW} | fields if file.architecture == "gemma2" else fields
 
 
 def shape_fields(file: GGUFFile, layers: int) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", and with merges "gemma4").
-
-Pre-tokenizers follow llama.cpp's table of `tokenizer.ggml.pre` names (src/llama-vocab.cpp), which restates each model's
-own tokenizer.json."""
+"""Tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", and with merges "gemma4")."""
 
 from __future__ import annotations
 
@@ -10,39 +7,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from kvferry.model_files.gguf_pre_tokenizers import BOS_BY_DEFAULT, COMPOSED, WHOLE_WORDS_FIRST, pre_tokenizer
 from kvferry.protocol.errors import ConfigError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
-_QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_CASED_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}|{_CASED_TAIL}"
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_CASED_TAIL}"
-)
-_GPT2 = frozenset(("gpt-2", "phi-2", "mpt", "olmo", "gigachat"))
-_DIGITS = frozenset(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"))
-_OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral")
-_SPLITS = {
-    **dict.fromkeys((*_OF_LLAMA3, "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _QWEN2),
-    "qwen35": _QWEN35,
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-}
-_WHOLE_WORDS_FIRST = frozenset((*_OF_LLAMA3, "tekken"))
-_BOS_BY_DEFAULT = frozenset((*_OF_LLAMA3, "tekken"))
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -68,11 +36,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    bpe = models.BPE(vocab=_vocab(metadata), merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    bpe = models.BPE(vocab=_vocab(metadata), merges=merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
     tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.pre_tokenizer = pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
-    if pre in ("qwen2", "qwen35", "deepseek-r1-qwen"):
+    if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -80,25 +48,6 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
 def _pair(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     return left, right
-
-
-def _pre_tokenizer(pre: str) -> Any:
-    if pre in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    if pre in _SPLITS:
-        return _isolated(_SPLITS[pre])
-    if pre == "default":
-        words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-        return _isolated(r"[\p{P}\$\+<=>\^~\|]+", words, r"\p{N}+", r"[0-9][0-9][0-9]")
-    raise ConfigError(f"tokenizer.ggml.pre {pre!r:.80} of the GGUF file is not supported", param="model")
-
-
-def _isolated(*patterns: str) -> Any:
-    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -168,7 +117,7 @@ def _frame(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     """Add begin and end tokens around a text that is encoded with special tokens; the defaults are llama.cpp's."""
     kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
     parts, used = ["$A"], []
-    default_bos = kind in ("llama", "gemma4") or pre in _BOS_BY_DEFAULT
+    default_bos = kind in ("llama", "gemma4") or pre in BOS_BY_DEFAULT
     for name, default, place in (("bos", default_bos, 0), ("eos", False, 2)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):

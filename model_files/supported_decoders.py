@@ -32,6 +32,7 @@ LATENT = frozenset(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"))
 """Values of model_type with latent attention."""
 _OF_ARCHITECTURE = {
     "chatglm": "glm",
+    "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "command-r": "cohere",
@@ -44,8 +45,11 @@ _OF_ARCHITECTURE = {
     "hunyuan-moe": "hunyuan_v1_moe",
     "minimax-m2": "minimax_m2",
     "mistral3": "ministral3",
+    "phi2": "phi",
     "qwen2moe": "qwen2_moe",
+    "qwen2vl": "qwen2_vl_text",
     "qwen3moe": "qwen3_moe",
+    "qwen3vl": "qwen3_vl_text",
     "qwen3vlmoe": "qwen3_vl_moe_text",
     **HYBRID_ARCHITECTURES,
 }
@@ -67,6 +71,8 @@ def gguf_family(file: GGUFFile) -> str:
     """Return the model_type of the file's architecture, which may be none of our families."""
     if file.architecture == "llama" and file.get("expert_count"):
         return "mixtral"
+    if file.architecture == "olmo2" and file.get("attention.sliding_window"):
+        return "olmo3"
     if file.architecture == "deepseek2":
         return "deepseek_v3" if file.get("expert_gating_func") == 2 else "deepseek_v2"
     return _OF_ARCHITECTURE.get(file.architecture, file.architecture)

@@ -11,18 +11,18 @@ DENSE = {
     "mistral": Family(windowed=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
-    "qwen2_vl": Family(gguf=False, qkv_bias=True),
-    "qwen2_vl_text": Family(gguf=False, qkv_bias=True),
-    "qwen2_5_vl": Family(gguf=False, qkv_bias=True),
-    "qwen2_5_vl_text": Family(gguf=False, qkv_bias=True),
-    "qwen3_vl_text": Family(gguf=False, qk_norm=True),
+    "qwen2_vl": Family(qkv_bias=True),
+    "qwen2_vl_text": Family(qkv_bias=True),
+    "qwen2_5_vl": Family(qkv_bias=True),
+    "qwen2_5_vl_text": Family(qkv_bias=True),
+    "qwen3_vl_text": Family(qk_norm=True),
     "smollm3": Family(theta=2000000.0, tie_embeddings=True, gguf_permuted=True),
     "phi3": Family(fused=True, windowed=True),
     "glm4": Family(
-        gguf=False, fused_mlp=True, interleaved=True, partial=0.5, o_bias=False, norm_behind=True,
+        fused_mlp=True, interleaved=True, partial=0.5, o_bias=False, norm_behind=True,
         names_behind=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     ),
-    "granite": Family(gguf=False, factors=True),
+    "granite": Family(gguf_permuted=True, factors=True),
     "cohere": Family(
         theta=500000.0, tie_embeddings=True, interleaved=True, logit_scale=0.0625, centred=True, parallel=True,
         eps=("layer_norm_eps", 1e-5), own_qk_norm=True,
@@ -32,14 +32,14 @@ DENSE = {
         parallel=True, eps=("layer_norm_eps", 1e-5),
     ),
     "gemma": Family(
-        gguf=False, tie_embeddings=True, head_dim=256, embedding_root=True, norm_offset=1.0, gelu=True
+        tie_embeddings=True, head_dim=256, embedding_root=True, norm_offset=1.0, gelu=True
     ),
     "gemma2": Family(
-        gguf=False, tie_embeddings=True, head_dim=256, pattern=2, embedding_root=True, norm_offset=1.0,
+        tie_embeddings=True, head_dim=256, pattern=2, embedding_root=True, norm_offset=1.0,
         norm_behind=True, gelu=True, capped=True,
     ),
     "gemma3_text": Family(
-        gguf=False, theta=1000000.0, tie_embeddings=True, head_dim=256, qk_norm=True, pattern=6, embedding_root=True,
+        theta=1000000.0, tie_embeddings=True, head_dim=256, qk_norm=True, pattern=6, embedding_root=True,
         norm_offset=1.0, norm_behind=True, gelu=True, two_ropes=True,
     ),
     "gemma3n_text": Family(
@@ -50,9 +50,9 @@ DENSE = {
         theta=1000000.0, tie_embeddings=True, head_dim=256, qk_norm=True, embedding_root=True,
         norm_behind=True, gelu=True, two_ropes=True, shaped=True,
     ),
-    "olmo2": Family(gguf=False, qk_norm=True, norm_before=False, norm_behind=True, wide_qk_norm=True),
+    "olmo2": Family(qk_norm=True, norm_before=False, norm_behind=True, wide_qk_norm=True),
     "olmo3": Family(
-        gguf=False, theta=500000.0, qk_norm=True, pattern=4, norm_before=False, norm_behind=True, wide_qk_norm=True,
+        theta=500000.0, qk_norm=True, pattern=4, norm_before=False, norm_behind=True, wide_qk_norm=True,
         two_ropes=True,
     ),
     "glm": Family(
@@ -94,7 +94,7 @@ DENSE = {
         activation="gelu_pytorch_tanh", biases=("use_bias",) * 3, attention_bias=True, mlp_bias=True,
     ),
     "phi": Family(
-        gguf=False, centred=True, norm_bias=True, eps=("layer_norm_eps", 1e-5), partial=0.5, parallel=True,
+        centred=True, norm_bias=True, eps=("layer_norm_eps", 1e-5), partial=0.5, parallel=True,
         activation="gelu_new", qkv_bias=True, biases=("", "", ""), attention_bias=True, mlp_bias=True, head_bias=True,
     ),
     "helium": Family(

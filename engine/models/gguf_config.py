@@ -14,7 +14,7 @@ from kvferry.engine.models.rope_config import SLIDING
 from kvferry.model_files.config_fields import whole
 from kvferry.model_files.gguf import GGUFFile
 from kvferry.model_files.gguf_experts import chunk_fields, expert_fields, layers_of
-from kvferry.model_files.gguf_gemma import shape_fields
+from kvferry.model_files.gguf_gemma import shape_fields, window_fields
 from kvferry.model_files.gguf_hybrid import hybrid_header
 from kvferry.model_files.gguf_latent import latent_fields, latent_rope
 from kvferry.model_files.layer_shapes import SHAPED
@@ -74,6 +74,7 @@ def _gguf_as_hf(file: GGUFFile) -> dict[str, Any]:
         "residual_multiplier": file.get("residual_scale"),
         "logits_scaling": file.get("logit_scale"),
     }
+    values = window_fields(file) | {name: value for name, value in values.items() if value is not None}
     values |= expert_fields(file) | (chunk_fields(file) if model_type == "llama4_text" else {}) | hybrid
     if model_type in LATENT:
         values |= {"head_dim": None, "norm_topk_prob": None} | latent_fields(file)

@@ -60,7 +60,7 @@ _EXPERTS = {
     "w2": "ffn_down_exps",
 }
 """Tensors that hold all experts of a layer."""
-_OWN = {(name, "ffn_norm"): "post_attention_norm" for name in ("gpt-oss", "glm4moe", "seed_oss", "exaone4")}
+_OWN = {(name, "ffn_norm"): "post_attention_norm" for name in ("gpt-oss", "glm4moe", "seed_oss", "exaone4", "olmo2")}
 """Names that only some architectures use."""
 _IN_HEADER = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")
 _FUSED = {"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v"}
@@ -83,7 +83,8 @@ _GEMMA = {
     "laurel.linear_right": "laurel_r",
     "laurel.post_laurel_norm": "laurel_post_norm",
 }
-_OF_ARCHITECTURE = {"gemma3n": _GEMMA, "gemma4": _GEMMA}
+_GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+_OF_ARCHITECTURE = {**dict.fromkeys(("gemma2", "gemma3", "gemma3n", "gemma4"), _GEMMA), "glm4": _GLM4}
 """Names of modules that go before `_MODULES` in some architectures."""
 _PARAMETERS = {
     "self_attn.sinks": "attn_sinks.weight",

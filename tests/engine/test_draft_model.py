@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,13 +18,12 @@ from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.events import Generated
 from kvferry.engine.grammar_masks import GrammarMasks
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import KeepGoing, ModelInfo, SuspendedPass
+from kvferry.engine.models.base import ModelInfo
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.step_slices import Slice
 from kvferry.kernels.batch_plan import BatchPlan
-from kvferry.kernels.decoder_step import always
 from kvferry.kernels.input_staging import Staging
 from kvferry.protocol.layout import blocks_for
 from kvferry.protocol.messages import Job
@@ -33,32 +32,11 @@ from kvferry.protocol.work import Generate
 from kvferry.structured_output.compile_threads import Inline
 from tests.engine.test_grammars import EOS, OUTPUTS, job_of
 from tests.engine.test_speculation import figures, finish, prompt
+from tests.guessing_toys import Guessing
 from tests.listed_grammars import ListedCompiler
 from tests.toy import FINGERPRINT, VOCAB, ToyModel, expected, make_job, tokens_of
 
 BLOCK = 4
-Guess = Callable[[int], bool]
-
-
-class Guessing(ToyModel):
-    """Says what the toy model says, but behind those places of a text that `right` denies. rows: of each pass."""
-
-    def __init__(self, right: Guess = lambda place: True) -> None:
-        self.right = right
-        self.rows: list[int] = []
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        kv: torch.Tensor,
-        plan: BatchPlan,
-        keep_going: KeepGoing = always,
-        halfway: SuspendedPass | None = None,
-    ) -> torch.Tensor:
-        self.rows.append(len(token_ids))
-        hidden = super().forward(token_ids, kv, plan)
-        wrong = torch.tensor([not self.right(int(position) + 1) for position in plan.positions])
-        return torch.where(wrong[:, None], (hidden + 1) % VOCAB, hidden)
 
 
 def make_draft(model: ToyModel, blocks: int = 64, chunk: int = 8, vocab: int = VOCAB) -> DraftModel:

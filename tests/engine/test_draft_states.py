@@ -15,26 +15,25 @@ from kvferry.engine.draft_model import MAX_CATCH_UP, DraftModel
 from kvferry.engine.draft_states import DraftRows
 from kvferry.engine.engine import Engine, EngineConfig
 from kvferry.engine.ledger import Ledger
-from kvferry.engine.models.base import KeepGoing, Model, SuspendedPass
+from kvferry.engine.models.base import Model
 from kvferry.engine.models.loader import load_model
 from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.runner import Runner
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.engine.state_memory import StateMemory, make_rows
 from kvferry.engine.state_rows import ROWS, StateRowPool
-from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.cpu import CpuOps, instruction_sets
-from kvferry.kernels.decoder_step import always
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import ReferenceOps
 from kvferry.model_files.source import resolve
-from tests.engine.test_draft_model import BLOCK, Guess, eager, left_nothing, make_engine
+from tests.engine.test_draft_model import BLOCK, eager, left_nothing, make_engine
 from tests.engine.test_draft_model_real import texts
 from tests.engine.test_speculation import figures, finish, prompt
 from tests.engine.tiny_hybrids import HYBRIDS
 from tests.engine.tiny_models import VOCAB as WORDS
 from tests.engine.tiny_models import save_tiny
-from tests.recurrent_toy import STATE_FLOATS, RecurrentToy, make_recurrent
+from tests.guessing_toys import GuessingStates
+from tests.recurrent_toy import STATE_FLOATS, make_recurrent
 from tests.toy import VOCAB, expected, make_job, tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,32 +53,7 @@ def test_a_state_that_is_not_kept_costs_the_tokens_after_the_last_one_that_is() 
     rows.pool.check([rows])
 
 
-class Guessing(RecurrentToy):
-    """Says what the toy model says, but behind those places of a text that `right` denies. faulty: tokens that were
-    computed after a state that was not theirs."""
-
-    def __init__(self, right: Guess = lambda place: True) -> None:
-        super().__init__()
-        self.right, self.faulty = right, 0
-        self.rows: list[int] = []
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        kv: torch.Tensor,
-        plan: BatchPlan,
-        keep_going: KeepGoing = always,
-        halfway: SuspendedPass | None = None,
-    ) -> torch.Tensor:
-        self.rows.append(len(token_ids))
-        hidden = super().forward(token_ids, kv, plan)
-        plain = super(RecurrentToy, self).forward(token_ids, kv, plan)
-        self.faulty += int((hidden != plain % VOCAB).sum())
-        wrong = torch.tensor([not self.right(int(position) + 1) for position in plan.positions])
-        return torch.where(wrong[:, None], (hidden + 1) % VOCAB, hidden)
-
-
-def make_draft(model: Guessing, blocks: int = 64, chunk: int = 8, rows: int = 200) -> DraftModel:
+def make_draft(model: GuessingStates, blocks: int = 64, chunk: int = 8, rows: int = 200) -> DraftModel:
     kv = torch.full((blocks, 1, 2, 1, BLOCK, 1), -1.0)
     runner = Runner(model, kv, BLOCK, states=StateMemory(make_rows(rows, STATE_FLOATS, CPU), kv))
     return DraftModel(runner, BlockPool(blocks, Ledger(blocks)), chunk, VOCAB, CoreTurns())
@@ -97,7 +71,7 @@ def free_rows(draft: DraftModel | None) -> int:
 
 
 def test_right_drafts_save_steps() -> None:
-    model = Guessing()
+    model = GuessingStates()
     engine = make_engine(make_draft(model))
     engine.add(make_job("a", prompt(9), 41))
     assert finish(engine) <= 1 + 1 + 8 + 40 // 5 + 2
@@ -114,7 +88,7 @@ def test_right_drafts_save_steps() -> None:
 @pytest.mark.parametrize("period", [2, 3, 5, 7])
 @pytest.mark.usefixtures("alone")
 def test_wrong_drafts_are_taken_back_and_what_was_right_is_not_computed_again(period: int, most: int) -> None:
-    model = Guessing(lambda place: place % period != 0)
+    model = GuessingStates(lambda place: place % period != 0)
     engine = make_engine(make_draft(model, chunk=64), most=most)
     engine.add(make_job("a", prompt(10), 90))
     finish(engine)
@@ -133,7 +107,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recurrent_model_drafts_for_a_recurrent_model() -> None:
-    model = Guessing(lambda place: place % 4 != 0)
+    model = GuessingStates(lambda place: place % 4 != 0)
     engine = make_recurrent(drafts=4)
     drafting = make_draft(model)
     made = Engine(
@@ -165,7 +139,7 @@ def test_any_drafts_where_blocks_and_rows_are_few_and_a_stream_is_cancelled(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         eager(patch)
-        model = Guessing(lambda place: place % 12 not in wrong)
+        model = GuessingStates(lambda place: place % 12 not in wrong)
         engine = make_engine(make_draft(model, own, rows=rows), blocks, most)
         for number, (length, count) in enumerate(lengths):
             engine.add(make_job(str(number), prompt(length, number), count))
@@ -184,7 +158,7 @@ def test_any_drafts_where_blocks_and_rows_are_few_and_a_stream_is_cancelled(
 
 
 def test_a_step_that_fails_after_its_drafts_costs_a_computation_anew_and_no_token() -> None:
-    model = Guessing()
+    model = GuessingStates()
     engine = make_engine(make_draft(model))
     engine.add(make_job("a", prompt(9), 60))
     for _ in range(9):

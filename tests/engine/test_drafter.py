@@ -17,8 +17,9 @@ from kvferry.engine.ngram_drafts import NgramDrafts
 from kvferry.engine.shared_cores.core_turns import CoreTurns
 from kvferry.kernels.batch_plan import BatchPlan
 from kvferry.kernels.decoder_step import always
-from tests.engine.test_draft_model import Guess, make_draft, make_engine
+from tests.engine.test_draft_model import make_draft, make_engine
 from tests.engine.test_speculation import figures, prompt
+from tests.guessing_toys import Guess
 from tests.toy import VOCAB, ToyModel, make_job
 
 STEP_S, ROW_S = 0.050, 0.002

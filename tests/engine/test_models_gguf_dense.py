@@ -4,6 +4,7 @@ Names come from the gguf package's own map."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ NAMES = [
     *("stablelm-qk-norm", "starcoder2-plain"),
 ]
 KINDS = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-PERMUTED = ("arcee", "olmo", "mistral3")
+PERMUTED = ("arcee", "granite", "olmo", "mistral3")
+OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")
+"""Architectures whose files have norms that include their family's offset."""
+LAYER_NORMS = ("nemotron", "olmo", "phi2", "stablelm", "starcoder2")
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +76,7 @@ def converted(model: Any, architecture: str) -> dict[str, np.ndarray]:
     for name, value in state.items():
         if ".act_fn." in name or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        if architecture == "nemotron" and name.endswith("norm.weight"):
+        if architecture in OFFSET and name.endswith("norm.weight"):
             value = value + 1
         if architecture in PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -81,9 +85,14 @@ def converted(model: Any, architecture: str) -> dict[str, np.ndarray]:
     return found
 
 
+def rope_of(config: Any) -> dict[str, Any]:
+    """Return the rotary settings of layers without a window."""
+    return config.rope_parameters.get("full_attention", config.rope_parameters)
+
+
 def header(model: Any, architecture: str) -> dict[str, Any]:
     """Return the fields that only some architectures have."""
-    config, rope = model.config, model.config.rope_parameters
+    config, rope = model.config, rope_of(model.config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]}
     if partial := rope.get("partial_rotary_factor"):
@@ -108,8 +117,15 @@ def header(model: Any, architecture: str) -> dict[str, Any]:
     return fields
 
 
-def write(path: Path, directory: Path, architecture: str, fused: bool = False, kind: Any = None) -> Path:
-    """Write a file. fused: q, k and v as one tensor. kind: of matrices."""
+def write(
+    path: Path,
+    directory: Path,
+    architecture: str,
+    fused: bool = False,
+    kind: Any = None,
+    fields: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a file. fused: q, k and v as one tensor. kind: of matrices. fields: further ones of the header."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -121,7 +137,7 @@ def write(path: Path, directory: Path, architecture: str, fused: bool = False, k
     writer.add_head_count_kv(config.num_key_value_heads)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
-    if architecture in ("nemotron", "olmo", "stablelm", "starcoder2"):
+    if architecture in LAYER_NORMS:
         eps = [getattr(config, name, None) for name in ("norm_eps", "norm_epsilon", "layer_norm_eps")]
         writer.add_layer_norm_eps(next((each for each in eps if each), 1e-5))
     else:
@@ -132,7 +148,7 @@ def write(path: Path, directory: Path, architecture: str, fused: bool = False, k
             ("beta", writer.add_xielu_beta), ("eps", writer.add_xielu_eps),
         ):  # fmt: skip
             add([getattr(layer.mlp.act_fn, name).item() for layer in model.model.layers])
-    for key, value in header(model, architecture).items():
+    for key, value in (header(model, architecture) | dict(fields or {})).items():
         kinds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
         kinds.get(type(value), writer.add_array)(f"{architecture}.{key}", value)
     tensors = converted(model, architecture)
@@ -140,7 +156,7 @@ def write(path: Path, directory: Path, architecture: str, fused: bool = False, k
         for name in [each for each in tensors if ".attn_q." in each]:
             parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
             tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if rope_of(config)["rope_type"] == "llama3":
         tensors["rope_freqs.weight"] = divisors(config)
     for name, data in tensors.items():
         stored = kind if kind is not None and data.ndim > 1 and "norm" not in name else gguf.GGMLQuantizationType.F32

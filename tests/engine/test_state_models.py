@@ -29,7 +29,7 @@ from tests.toy import finish, make_job, runner_of, tokens_of
 BLOCK = 8
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
-FAMILIES = [name for name in HYBRIDS if name in ("lfm2", "qwen3.5", "granite4", "falcon-h1")]
+FAMILIES = ("lfm2", "qwen3.5", "granite4", "falcon-h1", "jamba", "minimax", "nemotron-3")
 
 
 def engine_of(model: Model, num_blocks: int = 120) -> Engine:
@@ -91,7 +91,8 @@ def test_needs_are_told_from_the_config_as_the_loaded_model_has_them(name: str, 
 def test_the_doctor_says_what_a_state_takes(tmp_path: Path) -> None:
     save_tiny(HYBRIDS["qwen3.5"](), tmp_path)
     text = model_report(ServeSettings(model=(str(tmp_path),)), resolve(str(tmp_path)))
-    assert "recurrent state 0.01 MiB a checkpoint" in text
+    assert "recurrent state 0.01 MiB a checkpoint, 3 times that a running request" in text
+    assert "canaries" not in text, "they check recurrent states, too"
 
 
 def _through_a_ship(prefill: Engine, decode: Engine, prompt: list[int], wanted: list[int], name: str) -> None:

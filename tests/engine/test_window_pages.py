@@ -6,22 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.budget import Limits
-from kvferry.engine.engine import Engine, EngineConfig
+from kvferry.engine.engine import Engine
 from kvferry.engine.events import BlocksChanged, Generated
-from kvferry.engine.ledger import Ledger
-from kvferry.engine.runner import Runner
 from kvferry.protocol.hashing import chain, root_hash, state_hashes
-from kvferry.protocol.layer_groups import LayerGroups
-from kvferry.protocol.layout import KVLayout
 from kvferry.router.nodes.checkpoints import Checkpoints
 from tests.toy import FINGERPRINT, VOCAB, expected, finish, make_job, tokens_of
-from tests.windowed_toy import WINDOW, WindowedToy, make_windowed, pages_of, windowed_toy_of
+from tests.windowed_toy import WINDOW, make_windowed, pages_of, windowed_toy_of
 
 SIZE = 4
 BEFORE = 2
@@ -175,55 +168,6 @@ def test_any_company_leaves_the_tokens_as_they_are(data: st.DataObject) -> None:
         engine.check_integrity()
     finish(engine)
     assert {name: tokens_of(engine, name) for name in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    ("windows", "window"),
-    [(tuple(0 if (i + 1) % 6 == 0 else 512 for i in range(26)), 512), ((128, 0) * 12, 128)],
-    ids=["Gemma 3 1B", "gpt-oss-20b"],
-)
-def test_a_long_sequence_takes_what_its_layers_need(windows: tuple[int, ...], window: int) -> None:
-    groups, tokens, size = LayerGroups(windows), 32_768, 16
-    layout = KVLayout(groups.full, 1, 256, "bfloat16", size, groups=groups)
-    each = 2 * 256 * 2
-    needed = each * sum(tokens if not one else window for one in windows)
-    assert needed <= layout.blocks_for(tokens) * layout.block_bytes <= 1.05 * needed
-    assert layout.blocks_for(tokens) * layout.block_bytes < 0.65 * each * tokens * len(windows)
-
-
-class Silent(WindowedToy):
-    """Reads and writes nothing: only which blocks a sequence holds matters."""
-
-    def forward(self, token_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return torch.zeros(len(token_ids), 1)
-
-
-@pytest.mark.parametrize(
-    ("windows", "window"),
-    [(tuple(0 if (i + 1) % 6 == 0 else 512 for i in range(26)), 512), ((128, 0) * 12, 128)],
-    ids=["Gemma 3 1B", "gpt-oss-20b"],
-)
-def test_a_long_stream_holds_what_its_layers_need(windows: tuple[int, ...], window: int) -> None:
-    """Its prompt also holds the pages of the chunk that is computed: of 256 tokens here, as on a CPU."""
-    tokens, size = 32_768, 16
-    model = Silent(windows)
-    model.info = replace(model.info, max_model_len=40_000)
-    assert model.info.groups is not None
-    layout = model.info.layout(torch.float32, size)
-    kv = torch.zeros(2600, *layout.block_shape)
-    config = EngineConfig(FINGERPRINT, size, 40_000, Limits(256, 256, 4))
-    engine = Engine(config, Runner(model, kv, size), BlockPool(2600, Ledger(2600)))
-    needed, computing = (
-        sum(tokens if not one else window + chunk for one in windows) / (size * model.info.groups.full)
-        for chunk in (0, 256)
-    )
-    engine.add(make_job("a", [1] * tokens, 40))
-    held = list[int]()
-    while engine.has_work():
-        assert engine.step()
-        held.append(engine.pool.holds.num_held)
-    assert max(held) <= 1.05 * computing
-    assert max(held[tokens // 256 + 1 :]) <= 1.02 * needed, "a stream has no pages ahead"
 
 
 def test_routers_find_pages_as_they_find_checkpoints() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from kvferry.model_files.gguf_pre_tokenizers import pre_tokenizer
 from kvferry.model_files.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, build_tokenizer
 from kvferry.model_files.tokenizer import TextTokenizer
 from kvferry.protocol.errors import ConfigError
@@ -54,6 +55,29 @@ def test_pre_tokenizers_split_numbers_as_their_models_do(pre: str, expected: lis
     assert tokens_of(byte_level(pre), "1234 a", add_special_tokens=False) == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("chatglm-bpe", ["It", "'s", " ", "123", "45", " naïve", "\n\n", "日本", ".x"]),
+        ("glm4", ["It", "'s", " ", "123", "45", " naïve", "\n\n", "日本", ".x"]),
+        ("minimax-m2", ["It's", " ", "123", "45", " naïve", "\n\n", "日本", ".x"]),
+        ("hunyuan", ["It", "'s", " ", "1", "2", "3", "4", "5", " naïve", "\n\n", "日本", ".x"]),
+        ("hunyuan-dense", ["It", "'s", " ", "123", "45", " naïve", "\n\n", "日本", ".x"]),
+        ("deepseek-v3", ["It", "'s", " ", "123", "45", " naïve", "\n\n", "日本", ".x"]),
+        ("deepseek-llm", ["It", "'", "s", " ", "12345", " na", "ï", "ve", "\n", "\n", "日本", ".", "x"]),
+        ("deepseek-coder", ["It", "'", "s", " ", "1", "2", "3", "4", "5", " naïve", "\n", "\n", "日本", ".", "x"]),
+        ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " naïve", "\n\n", "日本", ".x"]),
+        ("exaone4", ["It", "'s", " 12345", " naïve", "\n", "\n", "日本", ".", "x"]),
+        ("exaone-moe", ["It", "'s", " ", "1", "2", "3", "4", "5", " naïve", "\n\n", "日本", ".x"]),
+        ("tiny_aya", ["It's", " ", "12", "345", " naïve", "\n\n", "日本", ".x"]),
+    ],
+)
+def test_pre_tokenizers_of_families_cut_as_llama_cpp_does(pre: str, pieces: list[str]) -> None:
+    splitter, text = pre_tokenizer(pre), "It's 12345 naïve\n\n日本.x"
+    found = splitter.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == pieces
+
+
 @pytest.mark.parametrize(("pre", "words"), [("qwen35", 1), ("qwen2", 4)])
 def test_qwen_3_5_keeps_marks_with_the_letters_before_them(pre: str, words: int) -> None:
     """Vowel signs of Devanagari are marks, which no normalisation joins with letters."""
@@ -61,7 +85,13 @@ def test_qwen_3_5_keeps_marks_with_the_letters_before_them(pre: str, words: int)
     assert len(splitter.pre_tokenize_str("हिन्दी")) == words
 
 
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "qwen35", "gpt-2", "llama-bpe", "gpt-4o", "tekken", "default"])
+@pytest.mark.parametrize(
+    "pre",
+    [
+        *("smollm", "qwen2", "qwen35", "gpt-2", "llama-bpe", "gpt-4o", "tekken", "default", "seed-coder", "exaone-moe"),
+        *("deepseek-llm", "deepseek-coder", "deepseek-v3", "tiny_aya"),
+    ],
+)
 @given(st.text(max_size=20).filter(lambda text: text.isascii()))
 @settings(max_examples=20, deadline=None)
 def test_pre_tokenizers_lose_nothing(pre: str, text: str) -> None:
