@@ -12,6 +12,7 @@ clear()
 QUIET = (
     "--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--analytics-disable", "--no-pretty",
     "--no-show-release-notes", "--map-tokens", "0", "--no-suggest-shell-commands", "--no-detect-urls",
+    "--chat-history-file", str(HOME / "home" / "chat"), "--input-history-file", str(HOME / "home" / "input"),
 )  # fmt: skip
 FACTS = HOME / "home" / "facts.json"
 FACTS.write_text(
