@@ -116,15 +116,14 @@ class TaggedReader:
                 self._add(text[at:place].removesuffix(blanks))
                 self._state = "next"
                 return follows.end
-            if follows.waits and not ended:
+            if follows.waits:
                 break
             place = text.find(sought, place + 1)
         sure = max(at, place - len(blanks) if place >= 0 else held_from(text, (sought, blanks + sought)))
         if ended or self._is_text or self._wrapped:
-            sure = len(text) if ended else sure
             self._show(text[at:sure])
             self._searched_to = max(0, place - sure)
-            return sure
+            return len(text) if ended else sure
         self._searched_to = max(0, sure - at)
         return -1
 
@@ -138,9 +137,10 @@ class TaggedReader:
         options = [
             match(each, text, closed.end) for each in (*self._ends, self._form.separator + self._form.before_key)
         ]
-        if any(each.found for each in options):
+        waits = any(each.waits for each in options)
+        if any(each.found for each in options) or (ended and waits):
             return closed
-        return Match(waits=any(each.waits for each in options))
+        return Match(waits=waits)
 
     def _show(self, text: str) -> None:
         """Show the beginning of a string, or more of it."""

@@ -122,6 +122,18 @@ def test_a_call_that_is_cut_keeps_what_there_is() -> None:
     assert (call.name, call.arguments) == ("get", '{"place": "Os')
 
 
+@pytest.mark.parametrize("form", ["xml", "pairs", "attributes", "wrapped", "tree"])
+def test_a_string_that_is_cut_within_its_end_holds_no_mark(form: str) -> None:
+    """A bound on tokens left `Rome</parame` in the arguments."""
+    text = written(form, [("get", {"place": "Rome"})])
+    for at in range(text.index("Rome") + 1, len(text)):
+        parser = SyntaxParser(syntax(form), SCHEMAS)
+        deltas = merged([*parser.feed(text[:at]).calls, *parser.finish().calls])
+        shown = "".join(delta.arguments for delta in deltas)
+        assert '{"place": "Rome"}'.startswith(shown), text[:at]
+        assert shown.startswith('{"place": "R'), text[:at]
+
+
 def test_blanks_may_differ() -> None:
     for form, text in (
         ("objects", '<tool_call>{"arguments":{"days":1},"name":"get"}</tool_call>'),
