@@ -13,7 +13,9 @@ FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=
 FOLDERS = {"/".join(parts[:count]) for file in FILES if (parts := file.split("/")) for count in range(1, len(parts))}
 TOPS = {file.split("/")[0] for file in FILES}
 SUFFIX = re.compile(r"\.(py|yaml|toml|cpp|h|json)$")
-ELSEWHERE = {"benchmarks/results", "generation_config.json", "keys.toml", "modules.json"}
+ELSEWHERE = {
+    "benchmarks/results", "generation_config.json", "keys.toml", "modules.json", "tekken.json", "tokenizer.json"
+}  # fmt: skip
 """What commands write, and files of users and models."""
 
 
