@@ -86,9 +86,9 @@ return grow(ARGV[1], ARGV[2], #ARGV[5], ARGV[8], ARGV[9]) and '' or '!'
 )
 
 # KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, writer, number of its call, then tenant,
-# name, number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`, and the number
-# of the writer's first call that the store knows: another one than before means that the store has lost its data, also
-# if the answer that would have told so first was lost.
+# name, number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`, and the
+# number of the writer's first call that the store knows. If it changes, the store has lost its data; a later answer
+# tells so, too, if this one is lost.
 # A writer's calls follow one another. One that comes after a later one, or again, writes nothing.
 APPEND = (
     _BOOKKEEPING

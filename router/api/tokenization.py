@@ -47,7 +47,7 @@ class TokenizeBody(ChatPrompt):
         Raises InvalidRequest."""
         if not has_part(self.messages or (), MODALITIES):
             return None
-        return chat_of(text, self.messages or (), tools=self.tools, **self.template_fields())
+        return chat_of(text, self.messages or (), tools=self.tools, **self.template_fields(text))
 
     def named(self, error: InvalidRequest) -> InvalidRequest:
         """Return the error, whose field has the name that the client knows."""

@@ -102,9 +102,7 @@ def test_texts_and_messages_of_users_in_a_row_are_joined_as_by_mistral_common(tm
     rendered = ChatRenderer(read_chat_templates(source(tmp_path)), "[AUDIO]").render(
         json.dumps({"messages": messages, "add_generation_prompt": True}).encode()
     )
-    assert rendered.texts == (
-        "<s>[SYSTEM_PROMPT]a\n\nb[/SYSTEM_PROMPT][INST]a\n\nb\n\nc [/INST] d</s>[INST]e[/INST]",
-    )
+    assert rendered.texts == ("<s>[SYSTEM_PROMPT]a\n\nb[/SYSTEM_PROMPT][INST]a\n\nb\n\nc [/INST] d</s>[INST]e[/INST]",)
 
 
 def test_other_files_come_first(tmp_path: Path) -> None:
