@@ -6,7 +6,7 @@ from kvferry.cluster_state.redis_router_leases import ALIVE
 _BOOKKEEPING = (
     ALIVE
     + """
-local WRITER_MS = 86400000 -- time for which the number of a writer's last append is kept
+local WRITER_MS = 86400000 -- time for which the numbers of a writer's first and last appends are kept
 local LATE_MS = 120000 -- time for which a call that comes late is known as such
 local function forget(tenant, name)
   local own = KEYS[1] .. tenant
@@ -86,15 +86,16 @@ return grow(ARGV[1], ARGV[2], #ARGV[5], ARGV[8], ARGV[9]) and '' or '!'
 )
 
 # KEYS: prefix. ARGV: owner, longest TTL in ms, most bytes, most journals, writer, number of its call, then tenant,
-# name, number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`, and 1 if the
-# store knows an earlier call of the writer: 0 after the first one means that the store has lost its data.
+# name, number, entry and TTL in ms of each append. Returns their outcomes as in `journals.AppendOutcome`, and the
+# number of the writer's first call that the store knows. If it changes, the store has lost its data; a later answer
+# tells so, too, if this one is lost.
 # A writer's calls follow one another. One that comes after a later one, or again, writes nothing.
 APPEND = (
     _BOOKKEEPING
     + """
-local fence, outcomes = KEYS[1] .. '#w:' .. ARGV[5], {}
-local known = tonumber(redis.call('GET', fence) or 0)
-local late = known >= tonumber(ARGV[6])
+local fence, begun, outcomes = KEYS[1] .. '#w:' .. ARGV[5], KEYS[1] .. '#f:' .. ARGV[5], {}
+local late = tonumber(redis.call('GET', fence) or 0) >= tonumber(ARGV[6])
+local first = redis.call('GET', begun) or ARGV[6]
 for at = 7, #ARGV, 5 do
   local tenant, name, number, entry = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
   local record = KEYS[1] .. tenant .. ':' .. name
@@ -115,8 +116,11 @@ for at = 7, #ARGV, 5 do
   end
   outcomes[#outcomes + 1] = outcome
 end
-if not late then redis.call('SET', fence, ARGV[6], 'PX', WRITER_MS) end
-outcomes[#outcomes + 1] = known > 0 and 1 or 0
+if not late then
+  redis.call('SET', fence, ARGV[6], 'PX', WRITER_MS)
+  redis.call('SET', begun, first, 'PX', WRITER_MS)
+end
+outcomes[#outcomes + 1] = first
 return outcomes
 """
 )

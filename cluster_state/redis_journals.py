@@ -5,6 +5,7 @@ kvferry:<cluster>:j:<tenant>:<name>     hash  owner, head, born (ms), key, the e
 kvferry:<cluster>:j:<tenant>#k:<key>    string, the name of the journal with this idempotency key; expires with it
 kvferry:<cluster>:j:<tenant>#d:<name>   string, the journal is deleted and cannot be opened again; expires
 kvferry:<cluster>:j:#w:<writer>         string, number of the last append of this process; expires after a day
+kvferry:<cluster>:j:#f:<writer>         string, number of its first append since the store lost its data; expires alike
 kvferry:<cluster>:j:<tenant>#ages       sorted set  name → milliseconds when the journal expires
 kvferry:<cluster>:j:<tenant>#sizes      hash  name → bytes, and the field "" with their sum
 
@@ -63,7 +64,7 @@ class RedisJournals:
         self._bounds, self._lease_ms, self._seal = [MAX_TTL_MS, share, max_journals], int(lease_s * 1000), seal
         self._client = redis_client.connected(url, timeout_s, password_file)
         self._scripts = ScriptFailover(RedisJournalScripts(self._client, cluster, timeout_s))
-        self.erased_at, self._has_appended = 0.0, False
+        self.erased_at, self._first_append = 0.0, b""
         self._writer, self._numbers, self._appending = secrets.token_hex(8), itertools.count(1), asyncio.Lock()
 
     def fall_back_on(self, relay: JournalScripts) -> None:
@@ -98,10 +99,10 @@ class RedisJournals:
             args += (_hashed(tenant), name, number, sealed, _ms(ttl_s))
         answer = await self._scripts.run("append", args)
         with sensible():
-            *outcomes, is_known = answer
-            if self._has_appended and is_known == b"0":
+            outcomes, first = answer[: len(batch)], b"".join(answer[len(batch) :])  # nodes of older versions give none
+            if first and self._first_append not in (b"", first):
                 self.erased_at = time.monotonic()
-            self._has_appended = True
+            self._first_append = first or self._first_append
             return [AppendOutcome(int(each)) for each, _ in zip(outcomes, batch, strict=True)]
 
     async def read(self, tenant: str, name: str, since: int = 0) -> Journal | None:

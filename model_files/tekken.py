@@ -22,14 +22,20 @@ MARKS = ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
 """Special tokens that `CHAT` writes; files of older versions lack them."""
 CHAT = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role in ('system', 'developer') %}[SYSTEM_PROMPT]{% elif message.role == 'user' %}[INST]{% endif %}"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if message.role in ('system', 'developer') %}[SYSTEM_PROMPT]{% elif message.role == 'user' %}"
+    "{{ '\n\n' if loop.previtem is defined and loop.previtem.role == 'user' else '[INST]' }}{% endif %}"
+    "{% if message.content is string %}"
+    "{{ message.content.rstrip() if message.role == 'assistant' and not loop.last else message.content }}"
+    "{% else %}{% for part in message.content %}"
     "{% if 'audio' in part.type %}[BEGIN_AUDIO][AUDIO]{% elif 'image' in part.type %}[IMG]"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-    "{% if message.role in ('system', 'developer') %}[/SYSTEM_PROMPT]{% elif message.role == 'user' %}[/INST]"
+    "{% else %}{{ '\n\n' if loop.previtem is defined and loop.previtem.type == part.type }}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% if message.role in ('system', 'developer') %}[/SYSTEM_PROMPT]"
+    "{% elif message.role == 'user' %}"
+    "{{ '[/INST]' if loop.nextitem is not defined or loop.nextitem.role != 'user' }}"
     "{% elif not (loop.last and continue_final_message) %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Mistral's prompt of version 7 and later, without tools."""
+"""Mistral's prompt of version 7, without tools: as mistral-common, it joins texts and messages of users in a row."""
 
 
 def build_tekken(file: Path, spelled: Mapping[int, str]) -> Tokenizer:

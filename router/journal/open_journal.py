@@ -57,6 +57,8 @@ class OpenJournal:
         self._idle_s = min(OWNER_CHECK_S, ttl_s / 3) if watched else ttl_s / 3
         self.is_open = self.must_open = self.must_check = False
         """must_open: the store has lost the journal and its key. must_check: it may have lost the journal."""
+        self.was_written = is_opened
+        """Whether the store has had the journal; an owner that is found then continues it."""
         self.closed = asyncio.Event()
         """Set once nothing more will be written."""
 
@@ -74,7 +76,7 @@ class OpenJournal:
         self._drop_copy()
         self.closed.set()
         if self._mirror is not None:
-            self._mirror.close_mode = self.close_mode or CloseMode.RELEASE
+            self._mirror.close_mode, self._mirror.must_check = self.close_mode or CloseMode.RELEASE, True
 
     def mirror_to(self, other: OpenJournal) -> None:
         """Write all entries to another store as well, as soon as it answers, and close that journal with this one."""
@@ -94,6 +96,7 @@ class OpenJournal:
     def written(self, now: float) -> int:
         """Record that the due entry is stored, and return its size in bytes."""
         entry, self._unsent, self.written_at, self.must_check = self._unsent, b"", now, False
+        self.was_written = True
         if self._number == HEAD:
             self._number = 0
         elif entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,8 @@ from kvferry.router.journal.recording import Recording
 
 FOLLOW_S = 0.2
 """Seconds between reads of the journal of a request that another router computes."""
+REWRITE_S = 2.0
+"""Seconds within which the owner of a journal writes it again after the store has lost its data."""
 
 
 class FollowedJournal:
@@ -47,10 +50,22 @@ class FollowedJournal:
 
     async def read(self) -> Journal:
         """Read the entries written since the last read. Raises Retryable if the journal is no longer kept."""
-        journal = await self._journals.read(*self._key, self.recording.entries)
-        if journal is None:
-            raise Retryable("the request that computed this answer has failed; send it again")
-        self.recording.add(journal.entries)
+        known = self.recording.data[-1:]
+        journal = await self._found(self.recording.entries - len(known))
+        if journal.entries[: len(known)] == known:
+            self.recording.add(journal.entries[len(known) :])
+        else:  # its owner writes it again, since the store has lost its data: the entries have other numbers
+            journal = await self._found(0)
+            self.recording.renew(journal.entries)
+        return journal
+
+    async def _found(self, since: int) -> Journal:
+        """Return the journal; one that had entries is waited for, since its owner may write it again."""
+        deadline = time.monotonic() + (REWRITE_S if self.recording.entries else 0.0)
+        while (journal := await self._journals.read(*self._key, since)) is None:
+            if time.monotonic() >= deadline:
+                raise Retryable("the request that computed this answer has failed; send it again")
+            await asyncio.sleep(FOLLOW_S)
         return journal
 
     async def claim(self, *, by_force: bool = False) -> bool:

@@ -144,6 +144,22 @@ class Recording:
                 self._apply(kind, self.choices[choice], value)
             self.data.append(entry)
 
+    def renew(self, entries: Sequence[bytes]) -> None:
+        """Replace the entries by those of the same journal written again; keep them if those hold less as yet.
+
+        Raises WireError. Outputs that are known keep their places, since both journals have them in the same order."""
+        again = Recording()
+        again.add(entries)
+        if again.has_ended < self.has_ended or any(
+            len(again.choices[choice].outputs) < len(each.outputs) for choice, each in self.choices.items()
+        ):
+            return
+        for choice, each in again.choices.items():
+            mine = self.choices[choice]
+            mine.outputs += each.outputs[len(mine.outputs) :]
+            mine.route, mine.fingerprint = each.route, each.fingerprint
+        self.prompts, self.has_ended, self.data = again.prompts, again.has_ended, again.data
+
     @property
     def tokens(self) -> int:
         """Return the number of recorded output tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from kvferry.router.journal.errors import KeyReused
 from kvferry.router.journal.event_ids import HEADER, parsed_id
 from kvferry.router.journal.journaled_request import JournaledRequest
 from kvferry.router.journal.open_journal import OpenJournal
-from kvferry.router.journal.ownership import owning
+from kvferry.router.journal.ownership import owning, release_soon
 from kvferry.router.journal.recorded_dispatch import FollowedJournal
 from kvferry.router.journal.recording import JournalHead, Recording
 from kvferry.router.journal.writer import JournalWriter
@@ -137,16 +137,16 @@ class RequestJournals:
         if len(packed) > self._max_bytes:
             self.metrics.failures.labels("too_large").inc()
             return None
+        unsure: Callable[[], Awaitable[object]] | None = None
         for each in dict.fromkeys((store, self._local)):
+            release = partial(each.journals.release, call.tenant, name, self._owner, ttl_s=self._life_s(head))
+            opening = each.journals.open(
+                call.tenant, name, self._owner, packed, key=call.resume.key, ttl_s=self._life_s(head)
+            )
             try:
-                release = partial(each.journals.release, call.tenant, name, self._owner, ttl_s=self._life_s(head))
-                known = await owning(
-                    each.journals.open(
-                        call.tenant, name, self._owner, packed, key=call.resume.key, ttl_s=self._life_s(head)
-                    ),
-                    release,
-                )
-            except RegistryUnavailable:
+                known = await owning(opening, release, keeps=RegistryUnavailable)
+            except RegistryUnavailable:  # it may be open nevertheless
+                unsure = release
                 self.metrics.failures.labels("store").inc()
                 continue
             if not known:
@@ -154,6 +154,8 @@ class RequestJournals:
                 if request is not None and each is not store:
                     self._mirror(request, store, packed)
                 return request
+            if unsure is not None:
+                release_soon(unsure)
             if known == "!":
                 self.metrics.failures.labels("evicted").inc()
                 return None

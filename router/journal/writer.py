@@ -53,6 +53,7 @@ class JournalWriter:
     def close(self, journal: OpenJournal, how: CloseMode) -> None:
         """Write the rest of a journal soon and then close it."""
         journal.close_mode = how
+        journal.must_check = how is CloseMode.RELEASE  # a store that has lost it could not release it
         if how is CloseMode.END:
             journal.pending.end()
         else:
@@ -107,7 +108,6 @@ class JournalWriter:
         except RegistryUnavailable as error:
             self._failed(error, now)
             return
-        self._check_all()
         for (journal, append), outcome in zip(pairs, outcomes, strict=True):
             if outcome is AppendOutcome.STORED:
                 self._metrics.bytes.inc(journal.written(now))
@@ -115,6 +115,7 @@ class JournalWriter:
                     self._prioritise(journal)
             else:
                 self._lost(journal, append, outcome)
+        self._check_all()  # also journals that a call stored shortly before the data were lost
         await asyncio.gather(*(self._finish(each) for each in only if each in self._open and each.is_flushed))
 
     def _check_all(self) -> None:
@@ -144,7 +145,7 @@ class JournalWriter:
 
     def _lost(self, journal: OpenJournal, append: Append, outcome: AppendOutcome) -> None:
         """Stop recording: another router owns the journal, or the store no longer has it."""
-        in_use = append.number == HEAD
+        in_use = append.number == HEAD and not journal.was_written
         if outcome is AppendOutcome.GONE and journal.written_at < self._journals.erased_at and journal.restart():
             self._prioritise(journal)
             return

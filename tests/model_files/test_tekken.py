@@ -89,6 +89,22 @@ def test_a_chat_has_the_prompt_of_version_7(tmp_path: Path) -> None:
     )
 
 
+def test_texts_and_messages_of_users_in_a_row_are_joined_as_by_mistral_common(tmp_path: Path) -> None:
+    """The expected texts are those of mistral-common's version 7."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "system", "content": parts},
+        {"role": "user", "content": parts},
+        {"role": "user", "content": "c "},
+        {"role": "assistant", "content": " d "},
+        {"role": "user", "content": "e"},
+    ]
+    rendered = ChatRenderer(read_chat_templates(source(tmp_path)), "[AUDIO]").render(
+        json.dumps({"messages": messages, "add_generation_prompt": True}).encode()
+    )
+    assert rendered.texts == ("<s>[SYSTEM_PROMPT]a\n\nb[/SYSTEM_PROMPT][INST]a\n\nb\n\nc [/INST] d</s>[INST]e[/INST]",)
+
+
 def test_other_files_come_first(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("mine")
     assert read_chat_templates(source(tmp_path)).chat == "mine"

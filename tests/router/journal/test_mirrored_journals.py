@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.protocol.errors import RegistryUnavailable
 from tests.api_parts import FakeCluster, says
 from tests.router_pair import CHAT, LEASE_S, Router, Shared, text_of
 
@@ -69,3 +70,22 @@ async def test_another_router_that_began_the_same_request_keeps_it() -> None:
         assert [each.status for each in answers] == [200, 200]
         texts = {each.json()["choices"][0]["message"]["content"] for each in answers}
         assert len(texts) == 1
+
+
+async def test_a_call_that_opened_the_journal_without_an_answer_does_not_keep_it_from_the_store() -> None:
+    """The store answers again at once: neither a released nor a deleted journal may be left of the first call."""
+    together = Shared(FakeCluster(says(TEXT), gap_s=0.02))
+    async with Router(together) as first, Router(together) as second:
+        opens = together.journals.open
+
+        async def unanswered(*args: Any, **fields: Any) -> str:
+            await opens(*args, **fields)
+            together.journals.open = opens  # type: ignore[method-assign]
+            raise RegistryUnavailable("no answer in time")
+
+        together.journals.open = unanswered  # type: ignore[method-assign]
+        exchange = await first.post(CHAT, STREAM, idempotency_key="k", **EVENTS).until(30)
+        first.kill()
+        await asyncio.sleep(LEASE_S + 0.1)
+        rest = await second.post(CHAT, STREAM, last_event_id=exchange.last_id).whole()
+        assert text_of([*exchange.events, *rest.events])[0] == TEXT
