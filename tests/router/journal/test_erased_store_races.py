@@ -25,7 +25,7 @@ async def test_journals_are_written_again_although_the_answer_that_showed_the_lo
         await run(*args)
         raise RegistryUnavailable("no answer in time")
 
-    router.journals._scripts.run = unanswered  # type: ignore[method-assign]
+    router.journals._scripts.run = unanswered  # type: ignore[method-assign, assignment]
     add(journal, 2)
     await router.flush(1)
     router.journals._scripts.run = run  # type: ignore[method-assign]
