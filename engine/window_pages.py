@@ -24,7 +24,7 @@ AHEAD = 2048
 """Limit of a prompt's tokens for which pages are held ahead of its window; longer steps would be hardly faster."""
 KEPT_EVERY = 4
 """Tiers keep whole windows that are at least KEPT_EVERY times their length apart, and those where sequences end."""
-LEAST_AHEAD = 128
+MIN_AHEAD = 128
 """Lower bound of a prompt's tokens ahead of its window where MEMORY_SLACK bounds them; fewer would make steps slow."""
 MEMORY_SLACK = 0.05
 """Share of what its layers need that a long prompt may hold beyond it, if its steps keep a quarter of their tokens."""
@@ -37,14 +37,14 @@ class PageShares:
 
     max_held: limit of pages held at once. longest: blocks of the longest chain for which there is room beside them."""
 
-    __slots__ = ("_count", "_least_held", "_needed", "longest", "max_held")
+    __slots__ = ("_count", "_min_held", "_needed", "longest", "max_held")
 
     def __init__(self, groups: LayerGroups, block_size: int, step_tokens: int, num_blocks: int) -> None:
         window, room = groups.max_pages(block_size), num_blocks // SHARE // groups.count
         tokens = min(step_tokens, max(AHEAD, groups.window))
         ahead = blocks_for(tokens, block_size)
         self._count, self._needed = groups.count, sum(map(abs, groups.windows)) / (block_size * groups.full)
-        self._least_held = window + blocks_for(max(LEAST_AHEAD, tokens // 4), block_size)
+        self._min_held = window + blocks_for(max(MIN_AHEAD, tokens // 4), block_size)
         self.max_held = max(window + 1, min(window + ahead, room))
         beside = self.max_held * groups.count
         self.longest = num_blocks - beside if num_blocks > beside + self.max_held else num_blocks // (1 + groups.count)
@@ -53,7 +53,7 @@ class PageShares:
         """Return the limit of pages of a request with `chain` blocks: fewer than `max_held` if it is long."""
         spare = int((chain + self._needed) * (1 + MEMORY_SLACK)) - chain
         within = spare // self._count
-        return min(within, self.max_held) if within >= self._least_held else self.max_held
+        return min(within, self.max_held) if within >= self._min_held else self.max_held
 
 
 class WindowPages(WindowPrefixes):

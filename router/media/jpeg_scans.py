@@ -57,7 +57,7 @@ def marker_in(data: bytes, at: int, end: int) -> int:
 
 
 find_marker = marker_in if native is None else native.find_marker
-"""`marker_in`, compiled where the extension is installed: ten times as fast."""
+"""`marker_in`, or its compiled twin where the extension is installed."""
 
 
 def _too_many_parts() -> UnreadableImage:

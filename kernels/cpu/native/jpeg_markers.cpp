@@ -8,11 +8,11 @@ namespace {
 constexpr Py_ssize_t GROUP = 64;  // bytes that are compared at once; compilers make vector instructions of the loop
 
 // Whether a 0xff before this byte begins a marker: not before another, nor a stuffed zero, nor a restart (0xd0 to 0xd7).
-inline bool is_kind(unsigned char byte) { return (byte != 0) & (byte != 0xFF) & ((byte & 0xF8) != 0xD0); }
+inline bool is_marker_code(unsigned char byte) { return (byte != 0) & (byte != 0xFF) & ((byte & 0xF8) != 0xD0); }
 
 inline bool has_marker(const unsigned char *group) {
   unsigned char any = 0;
-  for (Py_ssize_t i = 0; i < GROUP; i++) any |= (group[i] == 0xFF) & is_kind(group[i + 1]);
+  for (Py_ssize_t i = 0; i < GROUP; i++) any |= (group[i] == 0xFF) & is_marker_code(group[i + 1]);
   return any != 0;
 }
 
@@ -27,7 +27,7 @@ PyObject *find_marker(PyObject *, PyObject *args) {
   const unsigned char *bytes = reinterpret_cast<const unsigned char *>(data);
   while (at + GROUP <= end && !has_marker(bytes + at)) at += GROUP;
   for (; at < end; at++) {
-    if (bytes[at] == 0xFF && is_kind(bytes[at + 1])) return PyLong_FromSsize_t(at);
+    if (bytes[at] == 0xFF && is_marker_code(bytes[at + 1])) return PyLong_FromSsize_t(at);
   }
   return PyLong_FromLong(-1);
 }

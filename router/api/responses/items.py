@@ -18,7 +18,7 @@ _INPUT_ROLES = ("user", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Content parts that are text, and the field that holds it."""
 _CALLS = ("function_call", "custom_tool_call")
-_LISTED = "mcp_list_tools"
+_MCP_TOOLS = "mcp_list_tools"
 """Item in which a client lists the tools of an MCP server. It is kept and returned as given; no model sees it."""
 _OWN_ID = re.compile(r"(msg|fc|ctc|rs|in)_(.+)_(\d{1,6})")
 
@@ -51,7 +51,7 @@ def messages(items: Iterable[Item], instructions: str | None = None) -> list[dic
             case "message" if item["role"] == "user":
                 chat.append({"role": "user", "content": plain([*images, *_chat_parts(item["content"])])})
                 images = []
-            case kind if kind != _LISTED:
+            case kind if kind != _MCP_TOOLS:
                 if images:
                     chat.append({"role": "user", "content": images})
                     images = []
@@ -132,9 +132,11 @@ def _normal(item: Any, field: str, name: str) -> Item:
             return {**own, **_reasoning(item, field), "type": kind}
         case "item_reference":
             return {"id": string_in(item, "id", field), "type": kind}
-        case _ if kind == _LISTED:
+        case _ if kind == _MCP_TOOLS:
             return {**item, **own, **_listed(item, field)}
-    known = f"message, reasoning, item_reference, {_LISTED}, and function_call and custom_tool_call with their outputs"
+    known = (
+        f"message, reasoning, item_reference, {_MCP_TOOLS}, and function_call and custom_tool_call with their outputs"
+    )
     raise InvalidRequest(f"{field}.type: items of type {kind!r} are not supported, only {known}", param=f"{field}.type")
 
 

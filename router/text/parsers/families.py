@@ -21,7 +21,7 @@ from kvferry.router.text.parsers.hermes import HermesParser, LedHermesParser
 from kvferry.router.text.parsers.known_syntaxes import HERMES, chosen_syntax
 from kvferry.router.text.parsers.llama3_json import Llama3JsonParser
 from kvferry.router.text.parsers.mistral import MistralParser
-from kvferry.router.text.parsers.pythonic import ASKED, PythonicParser
+from kvferry.router.text.parsers.pythonic import INSTRUCTION, PythonicParser
 from kvferry.router.text.parsers.reasoning import Thinking
 from kvferry.router.text.parsers.syntax import Writer
 from kvferry.router.text.transcript import TextOptions
@@ -149,7 +149,7 @@ def dialect(name: str, template: str, derived: Derived, *, knows_tools: bool) ->
         return Dialect(OPENAI, own=True) if knows_tools else None
     if derived.calls is not None and derived.calls.is_marked:
         return Dialect(DERIVED, own=knows_tools, syntax=derived.calls)
-    if knows_tools and family is not None and (ASKED.search(template) or _reads(family, derived)):
+    if knows_tools and family is not None and (INSTRUCTION.search(template) or _reads(family, derived)):
         return Dialect(family, own=True)
     syntax = chosen_syntax(derived.calls, template)
     if knows_tools and syntax is not None:
@@ -222,7 +222,7 @@ def _detected(template: str) -> str | None:
         return None
     if "<tool_call>" in template:
         return "hermes"
-    if "<|python_start|>" in template or ASKED.search(template):
+    if "<|python_start|>" in template or INSTRUCTION.search(template):
         return "pythonic"
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return "llama3_json"

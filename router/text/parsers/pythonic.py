@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.router.text.parsers.call_parser import CallParser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-ASKED = re.compile(r"\[func_name1\(param")
+INSTRUCTION = re.compile(r"\[func_name1\(param")
 """Instruction of templates that ask for such calls (Llama 3.2 and 4, ToolACE) and write earlier ones without quotes."""
 MAX_DEPTH = 50
 """Largest nesting depth of brackets in a call, since Python's parser is recursive."""
